@@ -1,4 +1,4 @@
-"""Rules of adapters (LoRA): settings that belong together."""
+"""Rules of what a run trains: adapters (LoRA) and frozen weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.families.adapters import BLOCK, base_rows, targets_are_there
+from patch.families.selection import check_selection
 
 
 def adapters_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
@@ -26,3 +27,8 @@ def adapters_are_possible(config: RunConfig, machine: MachineFacts) -> None:
         targets_are_there(config.model, config.adapter)
     if config.adapter.quantize_base:
         rows_are_whole_blocks(config, base_rows(config.model), BLOCK, "quantize_base", "none")
+
+
+def frozen_weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
+    """Require --freeze and --train-only to name whole parameters, and to leave some to train."""
+    check_selection(config.model, config.selection)

@@ -31,7 +31,7 @@ _STAGES = (
 
 def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     """Yield one line for each legal value that has no effect in this run, or is unusual."""
-    for is_idle, fields, why in (*_idle_layout(config), *_idle_kernels(config, machine), *_idle_data(config)):
+    for is_idle, fields, why in _idle(config, machine):
         for field in fields if is_idle else ():
             if value_of(config, field) != FIELDS[field].default:
                 yield f"{where(field)} has no effect{why}"
@@ -39,8 +39,20 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     yield from _numerics_remarks(config, machine)
 
 
+def _idle(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bool, tuple[str, ...], str]]:
+    """Yield (are the fields idle, the fields, end of the message)."""
+    yield from _idle_layout(config)
+    yield from _idle_kernels(config, machine)
+    yield from _idle_data(config)
+    optimizer = config.optimizer
+    style, at_style = optimizer.lr_decay_style, where("lr_decay_style")
+    of_decay = ("min_lr", "decoupled_min_lr", "lr_decay_iters")
+    yield style == "constant", of_decay, f" with {at_style} constant"
+    yield style != "WSD", ("lr_wsd_decay_style", "lr_wsd_decay_iters"), f" without {at_style} WSD"
+    yield not optimizer.lr_warmup_iters, ("lr_warmup_init",), " without warm-up"
+
+
 def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-    """Yield (are the fields idle, the fields, end of the message) for fields about layout and memory."""
     parallel, training, optimizer = config.parallel, config.training, config.optimizer
     policy = optimizer.optimizer_offload_policy
     sharded_by_none = config.sharding != "auto" and not config.gathers_fp8_weights

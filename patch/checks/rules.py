@@ -83,6 +83,7 @@ RULES: tuple[Rule, ...] = (
     adapters.adapters_are_asked_for,
     features_agree,
     adapters.adapters_are_possible,
+    adapters.frozen_weights_are_there,
     precision.moments_are_whole_blocks,
     run_length.global_batch_divides,
     layout.interleaving_has_enough_batches,

@@ -137,27 +137,35 @@ def retained_are_saved(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def warmup_fits(config: RunConfig) -> None:
-    """Require a warm-up that is shorter than the run, whose steps must be known."""
-    warmup, iters = config.optimizer.lr_warmup_iters, config.training.train_iters
+    """Require a warm-up, and a decay after it, that fit into the run, whose steps must be known."""
+    optimizer, iters = config.optimizer, config.training.train_iters
+    warmup, end = optimizer.lr_warmup_iters, optimizer.lr_decay_iters or iters
     if warmup >= iters:
         got, expected = length_text(config, warmup), length_text(config, iters)
         refuse("lr_warmup_iters", got, f"less than the run's {expected}", "the warm-up is part of the run")
+    if warmup >= end:
+        refuse("lr_decay_iters", end, f"more than the {warmup} of warm-up", "the decay begins after it")
+    if optimizer.lr_decay_style == "WSD" and not 0 < (optimizer.lr_wsd_decay_iters or 0) <= end - warmup:
+        why = "--lr-decay-style WSD decays in the last of the steps after warm-up"
+        refuse("lr_wsd_decay_iters", optimizer.lr_wsd_decay_iters or 0, f"1 to {end - warmup}", why)
 
 
 def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """Require a warm-up that ends within the run, and final learning rates below the highest ones."""
+    """Require warm-up and decay within the run, and first and final learning rates below the highest."""
     optimizer = config.optimizer
     if config.training.train_epochs is None:
         warmup_fits(config)
     if optimizer.min_lr > optimizer.lr:
-        refuse("min_lr", optimizer.min_lr, f"at most LR {optimizer.lr}", "the cosine ends below its top")
+        refuse("min_lr", optimizer.min_lr, f"at most LR {optimizer.lr}", "the rate never rises after its top")
+    if optimizer.lr_warmup_init > optimizer.lr:
+        refuse("lr_warmup_init", optimizer.lr_warmup_init, f"at most LR {optimizer.lr}", "the warm-up rises")
     decoupled, decoupled_min = optimizer.decoupled_lr, optimizer.decoupled_min_lr
     if decoupled is None:
         if decoupled_min is not None:
             refuse("decoupled_min_lr", decoupled_min, "none", "it goes with --decoupled-lr, which is none")
     elif decoupled < (optimizer.min_lr if decoupled_min is None else decoupled_min):
         expected = "at least --decoupled-min-lr, or without it --min-lr"
-        refuse("decoupled_lr", decoupled, expected, "the cosine ends below its top")
+        refuse("decoupled_lr", decoupled, expected, "the rate never rises after its top")
 
 
 def profiled_steps(text: str | None) -> range | None:

@@ -75,6 +75,12 @@ RecomputeMethod = Literal["uniform", "block"]
 ContextCommunication = Literal["p2p", "a2a"]
 """Context-parallel communication: ring attention (p2p), or all-to-all over heads (a2a)."""
 
+Decay = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+"""Decay of the learning rate after its warm-up. WSD (arXiv:2404.06395): constant, and a decay at the end."""
+
+WsdDecay = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+"""Decay at the end of WSD."""
+
 OffloadPolicy = Literal["static", "auto"]
 """Optimizer states in host memory: a fixed share, or the states that do not fit on the device."""
 

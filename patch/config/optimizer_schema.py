@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from patch.config.choices import MOMENT_BYTES, GradientType, MomentType, OffloadPolicy
+from patch.config.choices import MOMENT_BYTES, Decay, GradientType, MomentType, OffloadPolicy, WsdDecay
 from patch.flag_field import flag
 
 
@@ -14,16 +14,25 @@ class OptimizerConfig:
     """AdamW and its schedule."""
 
     lr: float = flag("highest learning rate", above=0)
-    min_lr: float = flag("learning rate at the end of the cosine", 0.0, at_least=0)
+    min_lr: float = flag("learning rate at the end of the decay", 0.0, at_least=0)
     decoupled_lr: float | None = flag(
         "highest learning rate of embedding and output layer; none: as --lr", none="none", above=0
     )
     decoupled_min_lr: float | None = flag(
-        "learning rate of embedding and output layer at the end of the cosine; none: as --min-lr",
+        "learning rate of embedding and output layer at the end of the decay; none: as --min-lr",
         none="none",
         at_least=0,
     )
-    lr_warmup_iters: int = flag("steps of linear warm-up from 0", 0, at_least=0)
+    lr_warmup_iters: int = flag("steps of linear warm-up", 0, at_least=0)
+    lr_warmup_init: float = flag("learning rate from which the warm-up rises", 0.0, at_least=0)
+    lr_decay_style: Decay = flag(
+        "decay of the learning rate after the warm-up; WSD: constant, then --lr-wsd-decay-style", "cosine"
+    )
+    lr_decay_iters: int | None = flag(
+        "step at which the decay ends, warm-up included; 0: the last one", none=0
+    )
+    lr_wsd_decay_style: WsdDecay = flag("WSD: the decay of the last steps", "exponential")
+    lr_wsd_decay_iters: int | None = flag("WSD: number of steps that decay; needed there", none=0)
     weight_decay: float = flag("weight decay; never on norms and biases", 0.1, at_least=0)
     decoupled_weight_decay: bool = flag("decay weights (AdamW), not their gradients (Adam)", True)
     adam_beta1: float = flag("decay of the first moment", 0.9, at_least=0, below=1)

@@ -42,7 +42,7 @@ POSITIONS: tuple[Position, ...] = (
     Position("BATCH_SIZE", INT, ("micro_batch_size",), "samples of one forward on one replica"),
     Position("GLOBAL_BATCH_SIZE", INT, ("global_batch_size",), "samples of one optimizer step"),
     Position("LR", FLOAT, ("lr",), "highest learning rate"),
-    Position("MIN_LR", FLOAT, ("min_lr",), "learning rate at the end of the cosine"),
+    Position("MIN_LR", FLOAT, ("min_lr",), "learning rate at the end of the decay"),
     Position("SEQ_LEN", INT, ("seq_length",), "the model's sequence"),
     Position("PAD_LEN", INT, ("max_padding_length",), "raw samples are padded and truncated to it"),
     Position("PR", FIELDS["precision"].choices, ("precision",), "precision of weights and activations"),

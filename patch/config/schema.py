@@ -37,6 +37,7 @@ from patch.config.experts import ExpertsConfig
 from patch.config.optimizer_schema import OptimizerConfig
 from patch.families import ModelConfig
 from patch.families.adapters import AdapterConfig
+from patch.families.selection import Selection
 from patch.flag_field import flag
 from patch.layout import rank_stride
 from patch.layout.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
@@ -186,6 +187,17 @@ class TrainingConfig:
     dpo_loss_type: PreferenceLoss = flag("dpo: the loss of a pair's margin", "sigmoid")
     dpo_sft_weight: float = flag(
         "dpo: weight of an added SFT loss, the mean over the chosen answer's tokens; 0: none", 0.0, at_least=0
+    )
+    freeze: str | None = flag(
+        "weights that do not train: a regular expression, searched in their Hugging Face names, such as "
+        "embed_tokens|layers\\.[0-7]\\.; none: all train",
+        none="none",
+    )
+    train_only: str | None = flag(
+        "the only weights that train, as in --freeze, which may take some away; none: all", none="none"
+    )
+    neftune_noise_alpha: float | None = flag(
+        "NEFTune: alpha of the uniform noise on embeddings in training; 5 is usual; 0: none", none=0, above=0
     )
     precision: Precision = flag(
         "dtype of weights and activations; masters stay fp32; fp8: bf16 with fp8 matmuls in the layers",
@@ -338,6 +350,11 @@ class RunConfig:
             return False
         is_placed = self.parallel.order_of_experts.endswith("pp") or axes["dp"] == of_experts["dp"]
         return axes["pp"] == 1 or (is_placed and rank_stride(axes, "pp") == rank_stride(of_experts, "pp"))
+
+    @property
+    def selection(self) -> Selection:
+        """The weights that train, by Hugging Face names."""
+        return Selection(self.training.freeze, self.training.train_only)
 
     @property
     def state_group_size(self) -> int:

@@ -27,10 +27,11 @@ from patch.convert.mappings import HFBlock, HFTensor, TPShard, WeightMapping
 from patch.convert.merge import merged
 from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
-from patch.convert.weight_table import Table, adapter_table, parameter_table, table_name, weights_table
+from patch.convert.weight_table import Table, adapter_table, parameter_table, weights_table
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
+from patch.families.weights import table_name
 from patch.model.nf4_product import dense_shape, dequantize, quantize
 from patch.storage.places import StrPath, local_path
 

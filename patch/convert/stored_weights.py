@@ -27,10 +27,10 @@ from patch.checkpoint.stored import LEGACY_FILE, LegacyReader, StoredTensor, Tor
 from patch.config.schema import ModelConfig
 from patch.convert.hf_reader import SPELLINGS
 from patch.convert.mappings import HFBlock, TPShard, WeightMapping
-from patch.convert.weight_table import Table, adapter_table, table_name, weights_table
+from patch.convert.weight_table import Table, adapter_table, weights_table
 from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
-from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
+from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT, table_name
 from patch.storage.places import AnyPath
 
 _MODEL = ("decoder.", "embedding.", "output_layer.", "final_layernorm.")
@@ -100,7 +100,8 @@ class StoredWeights:
             self._places = dict(_places(self._reader, prefix))
         self._stored = self._reader.tensors
         self._table = self._checked_table()
-        self._check_complete()
+        if not self._is_state:  # frozen weights have no states
+            self._check_complete()
 
     def _checked_table(self) -> Table:
         """Check each tensor, and return the weight table with the checkpoint's padding."""
@@ -173,12 +174,14 @@ class StoredWeights:
         return product(layers, experts)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all Hugging Face tensors, whole, in float64."""
+        """Return all Hugging Face tensors, whole, in float64; of an optimizer state those that it has."""
+        known = self.dtypes
         found = {
             tensor.name: torch.full(tensor.shape, torch.nan, dtype=torch.float64)
             for mapping in self._table.values()
             for copy in mapping.copies
             for tensor in mapping.at(*copy).hf
+            if tensor.name in known
         }
         for name, row, column, values in self.blocks():
             target = found[name][row : row + values.shape[0]]

@@ -18,29 +18,10 @@ from patch.convert.mappings import (
 )
 from patch.families import Kind, WeightRow, expert_layers, weight_rows
 from patch.families.adapters import AdapterConfig, adapter_rows
-from patch.families.weights import TIED_OUTPUT, HFTensor
+from patch.families.weights import OTHER_NAMES, TIED_OUTPUT, HFTensor
 
 Table = dict[str, WeightMapping]
 """Parameter name -> mapping; `*` is the layer's number in the whole model, `#` the expert's number."""
-
-_OTHER_NAMES = {
-    f"{theirs}{kind}": f"decoder.{ours}.{kind}"
-    for theirs, ours in (
-        ("decoder.layers.*.self_attention.linear_qkv.layer_norm_", "layers.*.input_layernorm"),
-        ("decoder.layers.*.mlp.linear_fc1.layer_norm_", "layers.*.pre_mlp_layernorm"),
-        ("final_layernorm.", "final_layernorm"),
-    )
-    for kind in ("weight", "bias")
-}
-"""Other spelling -> name in the table: norms that Transformer Engine fuses with the following linear layer,
-and Pai-Megatron-Patch's final norm.
-"""
-
-
-def table_name(name: str) -> str:
-    """Return the table's name of a parameter in any spelling (`*` for the layer)."""
-    return _OTHER_NAMES.get(name, name)
-
 
 class CheckpointLocation(NamedTuple):
     """The place of one layer's and one expert's parameter in a torch_dist checkpoint."""
@@ -61,7 +42,7 @@ def checkpoint_location(name: str, layer: int, expert: int, model: ModelConfig) 
     has_experts = layer in expert_layers(model)
     fused = {
         plain: other
-        for other, plain in _OTHER_NAMES.items()
+        for other, plain in OTHER_NAMES.items()
         if "layers" in other
         and not (has_experts and "pre_mlp" in plain)
         and not (model.is_latent and "input" in plain)

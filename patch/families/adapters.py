@@ -50,6 +50,9 @@ class AdapterConfig:
         ALL_LINEAR,
     )
     lora_rslora: bool = flag("multiply by alpha / sqrt(rank) in place of alpha / rank (rsLoRA)", False)
+    lora_plus_ratio: float | None = flag(
+        "learning rate of an adapter's B over that of its A (LoRA+, arXiv:2402.12354); 0: 1", none=0, above=0
+    )
     lora_load: str | None = flag(
         "start from the adapters in this folder of PEFT, or of a run, which also gives rank, alpha and "
         "targets; none: new ones",

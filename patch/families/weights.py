@@ -42,6 +42,24 @@ class Kind(Enum):
     QKV = auto()
     """Three tensors. For each key/value group in turn: the rows of its queries, of its key, of its value."""
 
+OTHER_NAMES = {
+    f"{theirs}{kind}": f"decoder.{ours}.{kind}"
+    for theirs, ours in (
+        ("decoder.layers.*.self_attention.linear_qkv.layer_norm_", "layers.*.input_layernorm"),
+        ("decoder.layers.*.mlp.linear_fc1.layer_norm_", "layers.*.pre_mlp_layernorm"),
+        ("final_layernorm.", "final_layernorm"),
+    )
+    for kind in ("weight", "bias")
+}
+"""Other spelling -> name in the table: norms that Transformer Engine fuses with the following linear layer,
+and Pai-Megatron-Patch's final norm.
+"""
+
+
+def table_name(name: str) -> str:
+    """Return the table's name of a parameter in any spelling (`*` for the layer)."""
+    return OTHER_NAMES.get(name, name)
+
 
 class HFTensor(NamedTuple):
     """Name and shape of a Hugging Face tensor; `*` is the layer's number, `#` the expert's."""

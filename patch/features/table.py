@@ -86,6 +86,7 @@ NF4 = Feature("nf4 weights (QLoRA)", "quantize_base", "none")
 LORA_OF_EXPERTS = Feature("LoRA of experts", "lora_rank", "0",
                           condition=lambda run: adapts_experts(run.model, run.adapter))
 DECOUPLED_LR = Feature("--decoupled-lr", "decoupled_lr", "none")
+FROZEN = (Feature("frozen weights", "freeze", "none"), Feature("frozen weights", "train_only", "none"))
 FP8 = Feature("fp8", "precision", _16_BITS, on="fp8")
 FP32 = Feature("fp32", "precision", "bf16, fp16 or fp8", on="fp32")
 FP8_GATHER = Feature("fp8 gathers of weights", "fp8_param_gather", "false")
@@ -169,6 +170,8 @@ CONFLICTS: tuple[Conflict, ...] = (
              "PEFT adds adapters of experts to their weights: they have no matmuls of their own",
              f"none, or targets at {where('lora_target_modules')} that are not of experts"),
     Conflict(FP8_GATHER, LORA, "the fp8 weights are frozen, so they are never all-gathered"),
+    *(Conflict(each, LORA, "adapters train, and the weights are frozen anyway") for each in FROZEN),
+    *(Conflict(each, FP8_GATHER, "a matrix in fp8 is gathered after its update") for each in FROZEN),
     Conflict(DECOUPLED_LR, LORA, "embedding and output layer are not trained"),
     Conflict(ALIGNMENT, NF4, "an nf4 matrix is dequantized before each matmul"),
     Conflict(FP8, NF4, "an nf4 matrix is multiplied in bf16, fp16 or fp32"),

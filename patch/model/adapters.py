@@ -48,6 +48,7 @@ from patch.config.schema import RunConfig
 from patch.families import Kind
 from patch.families.adapters import Adapter, AdapterConfig, adapters_of
 from patch.families.weights import WeightRow
+from patch.model.frozen import let_inputs_have_gradients
 from patch.model.hf_numerics.layers import HFLinear
 
 _AXES: dict[Kind, int] = {Kind.COLUMN_PARALLEL: 0, Kind.ROW_PARALLEL: 1}
@@ -242,9 +243,7 @@ def add_adapters(stage: Any, run: RunConfig, groups: ProcessGroupCollection) -> 
             else:
                 layer.register_forward_hook(_add)
     stage.is_adapted = True
-    if stage.pre_process and run.recompute is not None:
-        # Recomputed layers get gradients only if their input requires one.
-        stage.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())
+    let_inputs_have_gradients(stage, run)
 
 
 def _layers_called(stage: Any, base: WeightRow) -> Iterator[Any]:

@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from patch.config.schema import ModelConfig, RunConfig
 from patch.distributed.context_group import Zigzag
 from patch.families.adapters import INSIDE
+from patch.families.selection import Selection
 from patch.features.backends import Backends
 from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import follow_offloaded
@@ -43,7 +44,9 @@ from patch.model.attention.packed_sequences import PackedSequences, give_own_pos
 from patch.model.attention.rotary import RotaryTable, attention_factor, inverse_frequencies
 from patch.model.backends import backends_on
 from patch.model.configuration import transformer_config
+from patch.model.embedding_noise import EmbeddingNoise
 from patch.model.fp8.product import StepWeights
+from patch.model.frozen import freeze_weights
 from patch.model.hf_numerics.layers import AlignedOutput, sources_of
 from patch.model.linear import give_product
 from patch.model.loss import (
@@ -99,6 +102,9 @@ class LlamaModel(LanguageModule):
             # Set on the instance, because megatron-core builds this layer.
             layer = self.embedding.word_embeddings
             layer.forward = partial(look_up, layer)
+        self.embedding_noise = EmbeddingNoise()
+        if self.pre_process:  # before the norm, as in transformers
+            self.embedding.register_forward_hook(self.embedding_noise)
         if traits.embedding_norm and self.pre_process:
             # The spec does not include the embedding. With SP the norm gets this rank's part of the tokens.
             self.embedding.norm = builder.norm(self.config, model.hidden_size, model.norm_epsilon)
@@ -336,8 +342,11 @@ def build_llama_model(
     builder = kind(config, upstream, groups, backends, aligned, step_weights, saved)
     num_stages = upstream.virtual_pipeline_model_parallel_size or 1
     stages = [LlamaModel(builder, vp_stage).to(device) for vp_stage in range(num_stages)]
-    for stage in stages if config.adapter.is_on else ():
-        add_adapters(stage, config, groups)
+    for stage in stages:
+        if config.adapter.is_on:
+            add_adapters(stage, config, groups)
+        elif config.selection != Selection():
+            freeze_weights(stage, config)
     return stages
 
 

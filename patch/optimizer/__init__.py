@@ -7,11 +7,11 @@ megatron-core's parallel_state and `compat.apply` are not needed.
 """
 
 from patch.config.choices import ZeroStage
+from patch.config.schedule import learning_rate
 from patch.config.schema import OptimizerConfig
 from patch.optimizer.build import build_optimizer
 from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer, StepOutcome
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
-from patch.optimizer.schedule import learning_rate
 from patch.optimizer.states.hybrid_adam import OptimizerReport
 
 __all__ = [

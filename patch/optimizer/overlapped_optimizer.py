@@ -29,6 +29,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
+from patch.device import torch_dtype
 from patch.distributed.async_collectives import WaitClock
 from patch.errors import TrainingError
 from patch.memory import SimulatedDevice
@@ -42,7 +43,13 @@ from patch.optimizer.loss_scale import loss_scale_of
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
 from patch.optimizer.states.hybrid_adam import HybridAdam, OptimizerReport
 from patch.optimizer.states.offload import Offload
-from patch.optimizer.states.sharded_state import ShardStates, rng_coords_of, sharded_ranges, sharded_weights
+from patch.optimizer.states.sharded_state import (
+    ShardStates,
+    rng_coords_of,
+    sharded_ranges,
+    sharded_weights,
+    zeros_of_frozen,
+)
 from patch.optimizer.step_schedule import LocalCheck, StepSchedule
 from patch.optimizer.trainable_params import TrainableParams, check_arguments, check_rows
 from patch.optimizer.zero3.sharded_params import UnitVisits, has_values
@@ -344,9 +351,12 @@ class OverlappedDistributedOptimizer:
         """Return the last step's gradients as views, valid until `zero_grad`; keys begin with `gradient.`.
 
         They are not clipped, and are multiplied by the loss scale. `model_state`: see `sharded_state_dict`.
+        A collective of the job.
         """
-        return sharded_ranges(
-            model_state, self._grad_norm.state_ranges(self._grad_norm.gradients), "gradient."
+        ranges = self._grad_norm.state_ranges(self._grad_norm.gradients)
+        trained, dtype = set(map(id, self.parameters)), torch_dtype(self.config.main_grads_dtype)
+        return sharded_ranges(model_state, ranges, "gradient.") | zeros_of_frozen(
+            model_state, trained, lambda _: {"": dtype}, "gradient"
         )
 
 

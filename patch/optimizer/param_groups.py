@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import OptimizerConfig
-from patch.errors import ConfigError
+from patch.errors import ConfigError, TrainingError
+
+_B = ".lora_B.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +32,17 @@ class ParamGroup:
 
 
 def default_param_groups(
-    stages: Sequence[torch.nn.Module], config: OptimizerConfig, groups: ProcessGroupCollection | None = None
+    stages: Sequence[torch.nn.Module],
+    config: OptimizerConfig,
+    groups: ProcessGroupCollection | None = None,
+    *,
+    lora_plus_ratio: float | None = None,
 ) -> list[ParamGroup]:
     """Apply megatron-core's rules: matrices decay; vectors (norms, biases) and any "bias" do not.
 
     With a decoupled rate (--decoupled-lr), weights that megatron-core marks as embedding or output layer form
     separate groups. Distributed experts (marked `allreduce=False`, EP > 1) form separate groups on all ranks,
-    even on ranks without experts.
+    even on ranks without experts. With `lora_plus_ratio`, so do the matrices B of adapters.
     Source: megatron/core/optimizer/__init__.py, `get_standard_config_overrides`; there a parameter without
     dimensions decays, here it does not.
     """
@@ -57,7 +63,7 @@ def default_param_groups(
                 holders = None if getattr(parameter, "allreduce", True) else of_experts
                 decays = parameter.ndim > 1 and not name.endswith(".bias")
                 members[is_marked and is_decoupling, holders, decays].append(parameter)
-    return [
+    found = [
         ParamGroup(
             params,
             config.weight_decay if decays else 0.0,
@@ -67,6 +73,33 @@ def default_param_groups(
         )
         for (is_decoupled, holders, decays), params in members.items()
     ]
+    if lora_plus_ratio is None:
+        return found
+    is_b = {id(p) for stage in stages for name, p in stage.named_parameters() if name.endswith(_B)}
+    return [
+        replace(
+            group,
+            params=[p for p in group.params if (id(p) in is_b) is of_b],
+            lr_multiplier=lora_plus_ratio if of_b else 1.0,
+        )
+        for group in found
+        for of_b in (False, True)
+    ]
+
+
+def group_rates(lr: float | Sequence[float], groups: Sequence[ParamGroup]) -> list[float]:
+    """Return the learning rate of each group in one step, multipliers included.
+
+    Raises:
+        TrainingError: `lr` is a sequence with another number of rates than of groups.
+    """
+    rates = [lr] * len(groups) if isinstance(lr, (int, float)) else lr
+    if len(rates) != len(groups):
+        raise TrainingError(
+            f"got {len(rates)} learning rates for {len(groups)} parameter groups, expected one rate for all "
+            "groups, or one for each"
+        )
+    return [rate * group.lr_multiplier for rate, group in zip(rates, groups, strict=True)]
 
 
 def assign_groups(

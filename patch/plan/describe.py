@@ -8,6 +8,7 @@ from typing import NamedTuple
 from patch.checks.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Recompute
+from patch.config.schedule import learning_rate
 from patch.device import MachineFacts
 from patch.families import expert_layers, weight_rows
 from patch.families.weights import TIED_OUTPUT
@@ -77,6 +78,8 @@ def _model(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     if rank := config.adapter.lora_rank:
         trained = parameters.trained_parameters(config)
         size += f"; adapters of rank {rank} train: {scaled(trained)} ({trained / total:.2%})"
+    elif (trained := parameters.trained_parameters(config)) < total:
+        size += f"; {scaled(trained)} train ({trained / total:.2%})"
     yield _row("parameters", size, *_shapes(config))
     if model.num_experts:
         yield _experts(config)
@@ -149,11 +152,14 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         f"on the host = {optimizer}",
     )
     trained = parameters.trained_parameters(config)
-    saved = [int(trained * num_bytes) for num_bytes in (kind.weight_bytes, memory.state_bytes(config))]
+    stored = trained if config.adapter.is_on else parameters.total_parameters(config.model)
+    saved = int(stored * kind.weight_bytes), int(trained * memory.state_bytes(config))
+    of_frozen = f" + {stored - trained:.0f} frozen x {kind.weight_bytes}" if stored > trained else ""
     yield _row(
         "checkpoint",
         f"{size_text(sum(saved))} = weights {size_text(saved[0])} + optimizer {size_text(saved[1])}",
-        f"{trained:.0f} parameters x ({kind.weight_bytes} + {memory.state_bytes(config):g} bytes); the "
+        f"{trained:.0f} parameters x ({kind.weight_bytes} + {memory.state_bytes(config):g} bytes)"
+        f"{of_frozen}; the "
         f"weights alone are what {'adapter/' if config.adapter.is_on else 'an export'} takes",
     )
 
@@ -257,6 +263,8 @@ def _run(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     if training.train_epochs is not None:
         steps = f"{_epochs(f'{training.train_epochs:g}')}; the steps follow from the training set"
     yield _row("run", steps)
+    if training.train_epochs is None:
+        yield _rates(config)
     if found := newest_saved(config):  # by its name only; completeness is not checked
         root, newest = found
         of_all = "" if is_counted_in_samples(config) else f" of {training.train_iters}"
@@ -289,6 +297,14 @@ def _warnings(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         )
 
 
+def _rates(config: RunConfig) -> PlanRow:
+    """Learning rates of a run whose steps are known."""
+    iters, style = config.training.train_iters, config.optimizer.lr_decay_style
+    steps = [max(1, round(share * iters / 4)) for share in range(5)]
+    rates = ", ".join(f"{learning_rate(step, iters, config.optimizer):.3g}" for step in steps)
+    return _row("rate", f"{rates} at 0, 25, 50, 75, 100 % of {counted(iters, 'step')} ({style})")
+
+
 _TABLE = (_model, _state, _memory, _bubble, _step, _run, _warnings)
 
 
@@ -299,16 +315,20 @@ def _epochs(number: str) -> str:
 def describe_length(config: RunConfig, one_pass: int) -> str:
     """Return a line about the steps and epochs of the run; `one_pass` samples are one epoch.
 
+    If the run has a number of epochs, a second line has its learning rates.
+
     Raises:
         ConfigError: the epochs have fewer steps than the warm-up.
     """
     taken = num_train_samples(config, one_pass)
-    steps = with_samples(config, taken).training.train_iters
+    resolved = with_samples(config, taken)
+    steps = resolved.training.train_iters
     epochs = _epochs(f"{taken / one_pass:.3g}")
     asked = config.training.train_epochs
     is_more = asked is not None and taken > 1.5 * asked * one_pass
     why = f" ({asked:g} asked, but a step takes {config.training.global_batch_size})" if is_more else ""
-    return f"length      {counted(steps, 'step')} = {epochs} of {counted(one_pass, 'sample')}{why}"
+    length = f"length      {counted(steps, 'step')} = {epochs} of {counted(one_pass, 'sample')}{why}"
+    return length if asked is None else "\n".join([length, *_rates(resolved).lines])
 
 
 def start_lines(config: RunConfig, machine: MachineFacts) -> list[str]:

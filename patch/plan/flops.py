@@ -1,11 +1,10 @@
 """FLOPs of training, and the peak FLOP/s of GPUs: numerator and denominator of MFU and HFU.
 
 Only matrix products count; a multiply-add is 2 FLOPs; backward costs twice the forward; the output layer
-counts the padded vocabulary. With adapters the frozen weights have no gradient, so their backward costs one
-forward. Attention counts the pairs of tokens that attend to each other: causal, within the window, within
-each packed sequence. (Megatron-LM's `num_floating_point_operations` counts half of the square, half a
-diagonal less; PaLM, arXiv 2204.02311, appendix B, the whole square.) Model FLOPs exclude recomputation,
-hardware FLOPs include it.
+counts the padded vocabulary. Frozen weights have no gradient, so their backward costs one forward. Attention
+counts the pairs of tokens that attend to each other: causal, within the window, within each packed sequence.
+(Megatron-LM's `num_floating_point_operations` counts half of the square, half a diagonal less; PaLM, arXiv
+2204.02311, appendix B, the whole square.) Model FLOPs exclude recomputation, hardware FLOPs include it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ from typing import NamedTuple
 from patch.config import ModelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
 from patch.families.adapters import adapter_rows
+from patch.families.selection import trained_rows
+from patch.families.weights import TIED_OUTPUT, WeightRow
 from patch.layout.pipeline_stages import stage_activations
-from patch.plan.parameters import active_elements, by_layer
+from patch.plan.parameters import active_elements, by_layer, trained_share
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("B200", 2250.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.5), ("H200 NVL", 835.5), ("H200", 989.5),
@@ -47,11 +48,13 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     layers, attention = forward_of_layers(model, tokens, pairs)
     vocab_size = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
     output = 2 * vocab_size * model.hidden_size * tokens
-    needed = 3 * (layers + attention + output)
+    of_head = trained_share(config, TIED_OUTPUT)
+    needed = 2 * (layers + attention + output) + attention + of_head * output
     if config.adapter.is_on:
-        rows = adapter_rows(model, config.adapter)
-        added = 2 * tokens * sum(len(row.layers) * row.active * row.num_elements for row in rows)
-        needed += 3 * added - layers - output
+        needed += 3 * 2 * tokens * _elements_used(adapter_rows(model, config.adapter))
+    else:
+        trained = trained_rows(model, config.selection)
+        needed += 2 * tokens * _elements_used(row for row in trained if row.is_per_layer and row.is_matrix)
     repeated = 0.0
     if config.training.recompute_granularity == "full":
         of_layers = by_layer(config, lambda run: sum(forward_of_layers(run.model, tokens, pairs)))
@@ -60,6 +63,10 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     elif config.training.recompute_granularity == "selective" and model.precision_align is not None:
         repeated = attention
     return StepFlops(needed, needed + repeated)
+
+
+def _elements_used(rows: Iterable[WeightRow]) -> float:
+    return sum(len(row.layers) * row.active * row.num_elements for row in rows)
 
 
 def forward_of_layers(model: ModelConfig, tokens: int, pairs: float) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from patch.config.choices import PRECISIONS, Precision
 from patch.config.experts import ExpertsConfig
 from patch.families import EVERY_LAYER, Kind, WeightRow, expert_layers, layer_matrices, weight_rows
 from patch.families.adapters import AdapterConfig, adapter_rows, base_rows, packed_bytes
+from patch.families.selection import Selection, trained_rows
 
 _T = TypeVar("_T")
 
@@ -49,8 +50,23 @@ def total_parameters(model: ModelConfig, *, active: bool = False) -> float:
 def trained_parameters(config: RunConfig) -> float:
     """Return the parameters of the whole model that a run trains; only its adapters if it has any."""
     if not config.adapter.is_on:
-        return total_parameters(config.model)
+        return sum(
+            row.num_elements * len(row.layers)
+            for row in trained_rows(config.model, config.selection)
+            if row.part != "head" or config.model.untie_embeddings_and_output_weights
+        )
     return sum(row.num_elements * len(row.layers) for row in adapter_rows(config.model, config.adapter))
+
+
+def trained_share(config: RunConfig, name: str) -> float:
+    """Return the share of the layers with this parameter in which it has a gradient."""
+    if config.adapter.is_on:
+        return 0.0
+    of_all, trained = (
+        sum(len(row.layers) for row in trained_rows(config.model, selection) if row.name == name)
+        for selection in (Selection(), config.selection)
+    )
+    return trained / of_all
 
 
 def fuses_gradients(config: RunConfig, *, cuda: bool) -> bool:
@@ -90,6 +106,7 @@ def parameters_per_rank(
     of_experts: bool = False,
     of_base: bool = False,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008
+    selection: Selection = Selection(),  # noqa: B008
 ) -> list[int]:
     """Return the parameters on one rank of each pipeline stage, vocabulary padding included.
 
@@ -100,11 +117,13 @@ def parameters_per_rank(
         of_experts: count only experts.
         of_base: count only matrices that may have adapters.
         adapter: if it has a rank, count adapters in place of the model.
+        selection: count only weights that train.
     """
     stages, stage_layers = parallel.pipeline_model_parallel_size, parallel.stage_layers(model.num_layers)
     has_output = model.untie_embeddings_and_output_weights or stages > 1
     counts, ends = [0] * stages, [0, *accumulate(stage_layers)]
-    for row in base_rows(model) if of_base else adapter_rows(model, adapter) or weight_rows(model):
+    rows = base_rows(model) if of_base else adapter_rows(model, adapter) or trained_rows(model, selection)
+    for row in rows:
         elements = _elements(row, model, parallel, experts)
         if of_experts and row.part != "expert":
             continue
@@ -121,7 +140,8 @@ def parameters_per_rank(
 def parameters_of(config: RunConfig, pp_rank: int | None, *, of_experts: bool = False) -> int:
     """Return the parameters that a pipeline rank trains, or only its experts; with adapters only adapters."""
     return parameters_per_rank(
-        config.model, config.parallel, config.experts, of_experts=of_experts, adapter=config.adapter
+        config.model, config.parallel, config.experts, of_experts=of_experts, adapter=config.adapter,
+        selection=config.selection,
     )[place_of(config, pp_rank)]
 
 
@@ -134,7 +154,7 @@ def place_of(config: RunConfig, pp_rank: int | None) -> int:
 
 
 class Frozen(NamedTuple):
-    """Parameters of the model on a rank that are frozen beside adapters."""
+    """Parameters of the model on a rank that do not train."""
 
     dense: int
     in_4_bits: int
@@ -147,10 +167,10 @@ class Frozen(NamedTuple):
 
 def frozen_of(config: RunConfig, pp_rank: int | None) -> Frozen:
     """Return the frozen parameters of a pipeline rank; None: the rank with the most parameters."""
-    if not config.adapter.is_on:
-        return Frozen(0, 0)
     sections, index = (config.model, config.parallel, config.experts), place_of(config, pp_rank)
     count, of_base = (parameters_per_rank(*sections, of_base=each)[index] for each in (False, True))
+    if not config.adapter.is_on:
+        return Frozen(count - parameters_of(config, pp_rank), 0)
     packed = of_base if config.adapter.quantize_base else 0
     return Frozen(count - packed, packed)
 

@@ -18,6 +18,7 @@ from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
 from patch.families import SHAPE_FIELDS, own_traits
 from patch.families.adapters import adapters_of
+from patch.families.selection import trained_rows
 from patch.preflight.checkpoint_places import (
     existing_checkpoint_root,
     refuse_left_checkpoints,
@@ -55,6 +56,7 @@ _LENGTH = _Reason(
     _CHANGE,
 )
 _ADAPTERS = _Reason("has a run with other adapters", _ANEW)
+_TRAINED = _Reason("has a run that trains other weights, so states of some would be missing", _FROM_WEIGHTS)
 _TYPE = _Reason("has a run whose weights and states have another type", _ANEW)
 _FIXED: dict[str, _Reason] = {
     **dict.fromkeys([*STORED_SHAPE, "seq_length"], _SHAPE),
@@ -65,6 +67,7 @@ _FIXED: dict[str, _Reason] = {
     **dict.fromkeys(["reset_position_ids", "reset_attention_mask", "eod_mask_loss"], _SAMPLES),
     **dict.fromkeys(["global_batch_size", "seed"], _ORDER),
     **dict.fromkeys(["precision", "quantize_base", "exp_avg_dtype", "exp_avg_sq_dtype"], _TYPE),
+    **dict.fromkeys(["freeze", "train_only"], _TRAINED),
     **dict.fromkeys(["lora_rank", "lora_alpha", "lora_target_modules", "lora_rslora"], _ADAPTERS),
 }
 """Fields that a resumed run must keep. Other fields may change: layout (TP, PP, VPP, processes), sharding,
@@ -74,10 +77,16 @@ _MEANINGS: dict[str, Callable[[RunConfig], Any]] = {
     "chat_template_kwargs": lambda run: parse_template_kwargs(run.data.chat_template_kwargs),
     "lora_alpha": lambda run: run.adapter.alpha,
     "lora_target_modules": lambda run: adapters_of(run.model, run.adapter),
+    **dict.fromkeys(["freeze", "train_only"], lambda run: _trained(run)),
     "model_type": lambda run: own_traits(run.model.model_type),
     "precision": lambda run: PRECISIONS[run.training.precision].kept_as,
 }
 """Meaning of a field of which several values mean the same."""
+
+
+def _trained(run: RunConfig) -> list[tuple[Any, ...]]:
+    """Return the names of the weights that train, with their layers."""
+    return [(row.name, *row.layers) for row in trained_rows(run.model, run.selection)]
 
 
 def resume_notes(config: RunConfig) -> list[str]:

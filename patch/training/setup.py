@@ -35,7 +35,7 @@ from patch.model import (
     initialize_weights,
     sharded_weights,
 )
-from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
+from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer, default_param_groups
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.data_record import SetRecord
 from patch.preflight.model_of_folder import is_hf_folder
@@ -172,6 +172,9 @@ def build_run_optimizer(
         config.optimizer,
         config.zero_stage,
         groups,
+        param_groups=default_param_groups(
+            stages, config.optimizer, groups, lora_plus_ratio=config.adapter.lora_plus_ratio
+        ),
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
         model_state=sharded_weights(stages) if config.optimizer.rounds_stochastically else None,
     )

@@ -30,6 +30,8 @@ from patch.training.guards.phases import Phase
 from patch.training.run_state import random_state, set_random_state
 from patch.training.state_placement import OomRetry, apply_placement
 from patch.training.step_data import (
+    NOISE_KEYS,
+    NOISE_SCALES,
     BatchCounts,
     ReadOutcome,
     StepBatches,
@@ -119,7 +121,8 @@ def train_step(run: Run, iteration: int, before_change: Callable[[], None] = lam
 
 def _rate_of(run: Run, iteration: int, group: ParamGroup | None = None) -> float:
     place = place_in_schedule(run.config, iteration, ahead=run.samples_ahead)
-    return learning_rate(*place, run.config.optimizer, group)
+    highest, lowest = (group.max_lr, group.min_lr) if group is not None else (None, None)
+    return learning_rate(*place, run.config.optimizer, max_lr=highest, min_lr=lowest)
 
 
 def _start_sums(
@@ -201,6 +204,9 @@ def _forward_step(
         detached = {name: each.detach() for name, each in report.items()}
         return report["loss"], batch.loss_mask.sum().int(), detached
 
+    noise = model.embedding_noise
+    noise.keys, noise.scales = (batch.extra_tensors.get(name) for name in (NOISE_KEYS, NOISE_SCALES))
     output = objective.forward(model, batch, packed, scale / divisor)
+    noise.keys = noise.scales = None  # other forwards have no noise
     run.phases.go_on(Phase.BACKWARD)
     return output, loss_of

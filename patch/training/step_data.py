@@ -6,17 +6,23 @@ import math
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from patch.data import Batch
 from patch.data.order import StepReader
 from patch.distributed.collectives import on_all_ranks, sum_over
+from patch.distributed.context_group import Zigzag
 from patch.errors import DataError
 from patch.plan.flops import attended_pairs
 from patch.training.guards.phases import Phase
 
 if TYPE_CHECKING:
     from patch.training.setup import Run
+
+NOISE_KEYS, NOISE_SCALES = "noise keys", "noise scales"
+"""Names of the values that `with_noise` adds to the tokens of a batch."""
 
 
 class BatchCounts(NamedTuple):
@@ -71,6 +77,32 @@ class ReadOutcome(NamedTuple):
         raise on_all_ranks(error) if group.size() == dist.get_world_size() else error
 
 
+def with_noise(batch: Batch, run: Run, first_sample: int) -> Batch:
+    """Return a micro-batch with key and largest noise of each token, for NEFTune.
+
+    A key is a hash of the run's seed, the sample's number in the run, and the token's place in its row. So it
+    is the same in every layout. An unpacked row is one sequence, padding included, as in transformers.
+    """
+    training, zigzag = run.config.training, Zigzag.of(run.groups.cp)
+    (num_rows, own_length), hidden = batch.tokens.shape, run.config.model.hidden_size
+    length = own_length * zigzag.size
+    samples = np.arange(first_sample, first_sample + num_rows, dtype=np.uint64)[:, None]
+    of_samples = _mixed(_mixed(np.full(1, training.seed, np.uint64)) + samples)
+    keys = torch.from_numpy(_mixed(of_samples + np.arange(length, dtype=np.uint64)).view(np.int64))
+    sizes = torch.tensor([length] * num_rows) if batch.cu_seqlens is None else batch.cu_seqlens.diff().long()
+    scales = (training.neftune_noise_alpha or 0.0) / (sizes * hidden).float().sqrt()
+    scales = scales.repeat_interleave(sizes).view(num_rows, length)
+    added = {name: zigzag.cut(each, 1) for name, each in ((NOISE_KEYS, keys), (NOISE_SCALES, scales))}
+    return batch._replace(extra_tensors={**batch.extra_tensors, **added})
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Hash uint64 (the last step of SplitMix64: Steele, Lea and Flood, OOPSLA 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
 def read_batches(reader: StepReader, iteration: int) -> ReadOutcome:
     """Read this rank's micro-batches of a step; an error is kept for `raise_on_all_ranks`."""
     try:
@@ -85,7 +117,14 @@ def read_step(run: Run, iteration: int) -> ReadOutcome:
         return ReadOutcome([])
     run.phases.enter(Phase.READING)
     with run.data.clock.waiting():
-        return read_batches(run.data.train_reader, iteration)
+        found = read_batches(run.data.train_reader, iteration)
+    if run.config.training.neftune_noise_alpha is None:
+        return found
+    size, dp = run.config.training.micro_batch_size, run.groups.dp
+    first = run.consumed_samples(iteration) + dp.rank() * size
+    numbers = range(first, first + len(found.batches) * dp.size() * size, dp.size() * size)
+    pairs = zip(found.batches, numbers, strict=True)
+    return found._replace(batches=[with_noise(batch, run, number) for batch, number in pairs])
 
 
 def counts(run: Run, reading: ReadOutcome) -> BatchCounts:

@@ -125,6 +125,8 @@ def peft_steps(
     )  # fmt: skip
     known = {"lr": config.optimizer.lr, "is_bf16": is_bf16}
     written = WrittenAdamW(theirs.values(), known) if aligned else None
+    if config.adapter.lora_plus_ratio:
+        written = _faster_b(config, model)
     rows = _rows_of_steps(config, num_steps)
     trainer = Recorded(model, settings, train_dataset=rows, optimizers=(written, None))
     trainer.train()
@@ -132,6 +134,15 @@ def peft_steps(
     norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
     last = {name: parameter.detach().numpy() for name, parameter in theirs.items()}
     return {"losses": list(losses), "norms": norms, "factors": last}
+
+
+def _faster_b(config: RunConfig, model: Any) -> torch.optim.Optimizer:
+    from peft.optimizers import create_loraplus_optimizer
+
+    return create_loraplus_optimizer(
+        model, torch.optim.AdamW, lr=config.optimizer.lr, loraplus_lr_ratio=config.adapter.lora_plus_ratio,
+        loraplus_weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8,
+    )  # fmt: skip
 
 
 def _with_adapters(config: RunConfig, folder: Path) -> Any:

@@ -29,6 +29,7 @@ from patch.distributed.groups import initialize
 from patch.memory import on_host
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, learning_rate
+from patch.plan.memory import RankBytes
 from patch.training.evaluation import evaluate
 from patch.training.hooks.hook import Record, TrainerHook
 from patch.training.objectives.objective import Objective
@@ -142,6 +143,16 @@ def save(
     save_checkpoint(root, progress.iteration, *state)
 
 
+def state_of(run: Run) -> RankBytes:
+    """Bytes that a run holds on this rank."""
+    states = run.optimizer.adam.manager
+    return RankBytes(
+        run.optimizer.param_buffer.num_bytes,
+        sum(flat.nbytes for flat in run.optimizer.grad_buffer._flats),
+        states.total_bytes(on_host=False) + states.total_bytes(on_host=True),
+    )
+
+
 def resume_seeded_run(config: RunConfig) -> Run:
     """Return a seeded run, resumed from the newest checkpoint in its folder if there is one."""
     run = build_seeded_run(config)
@@ -188,11 +199,13 @@ def transformers_steps(
     device: torch.device = CPU.device,
     loss_of: Callable[[Any, RunConfig, int], torch.Tensor] = token_mean,
 ) -> tuple[list[float], list[float], Any]:
-    """Train transformers' model in fp32 with torch's AdamW; return losses, norms, and the trained model."""
+    """Train transformers' model in fp32 with torch's AdamW; return losses, norms, and the model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
-    weights = list(model.parameters())
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(config.selection.trains(name))
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(
         [
             {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": 0.1},

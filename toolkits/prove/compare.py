@@ -162,9 +162,9 @@ class _Folder:
             return found
         if kept_as == "fp16":
             return self.tensors(step, "optimizer.state.master")
-        low = self.tensors(step, "optimizer.state.master_low")
+        low, zero = self.tensors(step, "optimizer.state.master_low"), torch.zeros(())
         return {
-            name: (high.float().view(torch.int32) + low[name].int()).view(torch.float32).double()
+            name: (high.float().view(torch.int32) + low.get(name, zero).int()).view(torch.float32).double()
             for name, high in found.items()
         }
 
@@ -173,12 +173,13 @@ class _Folder:
         optimizer, rate = self.run.optimizer, self.record(step, "lr")
         first, second = (self.tensors(step, state) for state in MOMENTS)
         of_first, of_second = (1 - beta**step for beta in (optimizer.adam_beta1, optimizer.adam_beta2))
-        return {
-            name: float(
-                (rate * moment / of_first / ((second[name] / of_second).sqrt() + optimizer.adam_eps)).norm()
-            )
+        of_b = self.run.adapter.lora_plus_ratio or 1.0
+        rates = {name: rate * (of_b if "lora_B" in name else 1.0) for name in first}
+        steps = {
+            name: moment / of_first / ((second[name] / of_second).sqrt() + optimizer.adam_eps)
             for name, moment in first.items()
         }
+        return {name: float((rates[name] * each).norm()) for name, each in steps.items()}
 
 
 def _number(ours: _Folder, theirs: _Folder, kind: str, step: int, bound: float) -> _Found:
@@ -202,7 +203,9 @@ def _square(tensor: torch.Tensor) -> float:
 
 
 def _distances(ours: Tensors, theirs: Tensors, scales: Mapping[str, float]) -> dict[str, float]:
-    found = {name: float((ours[name] - b).norm()) / max(scales[name], 1e-30) for name, b in theirs.items()}
+    """Divide by the scales; a weight without an update, and so without a scale, must have the same bits."""
+    scale = {name: max(scales.get(name, 0.0), 1e-30) for name in theirs}
+    found = {name: float((ours[name] - b).norm()) / scale[name] for name, b in theirs.items()}
     return {name: distance if math.isfinite(distance) else math.inf for name, distance in found.items()}
 
 

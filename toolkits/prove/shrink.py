@@ -23,6 +23,7 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.families import expert_layers
 from patch.families.layers import layers_text
+from patch.families.selection import Selection, check_selection
 from patch.layout.pipeline_stages import layout_text
 
 STEPS = 2
@@ -38,7 +39,8 @@ _GIVEN_ANEW: dict[str, Any] = {
     "model_size": "auto", "init_method_std": 0.05, "make_vocab_size_divisible_by": 16,
     "nnodes": 1, "min_nodes": None, "max_restarts": 0, "log_dir": None,
     "lora_load": None, "lora_dropout": 0.0,
-    "lr": 5e-3, "min_lr": 3e-3, "decoupled_min_lr": None, "lr_warmup_iters": 0, "adam_eps": 1e-3,
+    "lr": 5e-3, "min_lr": 3e-3, "decoupled_min_lr": None, "lr_warmup_iters": 0,
+    "lr_decay_iters": None, "adam_eps": 1e-3,
     "reduce_bucket_size": 20_000, "ddp_pad_buckets_for_high_nccl_busbw": False,
     "optimizer_offload_chunk_size": 1999, "simulated_device_memory": None,
     "columns": None, "chat_template": None, "chat_template_kwargs": None, "split": None,
@@ -110,7 +112,7 @@ def shrink(run: RunConfig, machine: MachineFacts, most: int, folder: Path, *, is
             **_GIVEN_ANEW, **_layers(run, sizes), **_widths(run, sizes, head_size), **_batches(run, sizes),
             **_parallel(run, sizes), **_rest(run, sizes, folder / "made", machine), **of_device,
         }  # fmt: skip
-        small = assemble({name: value_of(run, name) for name in FIELDS} | values)
+        small = _with_patterns(assemble({name: value_of(run, name) for name in FIELDS} | values))
         layout = placed(small, folder, "layout")
         try:
             for rule in RULES:
@@ -121,6 +123,17 @@ def shrink(run: RunConfig, machine: MachineFacts, most: int, folder: Path, *, is
         folded = [f"processes {run.world_size} -> {layout.world_size}", *changes(run, layout)]
         return Shrunk(layout, placed(alone(layout), folder, "one"), folded)
     raise refusals[0]
+
+
+def _with_patterns(small: RunConfig) -> RunConfig:
+    """Return the run without patterns of weights (--freeze) that do not fit its fewer layers."""
+    for _ in Selection._fields:
+        try:
+            check_selection(small.model, small.selection)
+        except ConfigError as error:
+            values = {name: None if name == error.field else value_of(small, name) for name in FIELDS}
+            small = assemble(values)
+    return small
 
 
 def changes(run: RunConfig, other: RunConfig) -> list[str]:
@@ -209,6 +222,7 @@ def _rest(run: RunConfig, sizes: Sizes, made: Path, machine: MachineFacts) -> di
     values: dict[str, Any] = {
         "tokenizer_name_or_path": str(made / "tokenizer"), "train_data_path": rows, "valid_data_path": rows,
         "dataset_type": kind, "decoupled_lr": optimizer.decoupled_lr and 4e-3,
+        "lr_wsd_decay_iters": optimizer.lr_wsd_decay_iters and 1,
         "initial_loss_scale": min(optimizer.initial_loss_scale, 1024.0),
         "min_loss_scale": min(optimizer.min_loss_scale, 1.0),
         "param_persistence_threshold": min(optimizer.param_persistence_threshold, 256),  # norms stay whole

@@ -25,8 +25,7 @@ from patch.memory import (
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.low_bit_moments import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
-from patch.optimizer.param_groups import ParamGroup
-from patch.optimizer.schedule import group_rates
+from patch.optimizer.param_groups import ParamGroup, group_rates
 from patch.optimizer.states.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.states.disk_update import DiskUpdates
 from patch.optimizer.states.host_update import HostUpdates, adam_states

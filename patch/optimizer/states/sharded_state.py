@@ -190,6 +190,7 @@ def zeros_of_frozen(
 
     Args:
         trained: ids of this rank's trainable parameters.
+        dtypes_of: returns name -> dtype of a weight's states, by the weight's dtype; "" for a nameless one.
         prefix: the shards' keys are `prefix` + "." + state + "." + the weight's key.
     """
     shards = [
@@ -207,7 +208,7 @@ def zeros_of_frozen(
             shape = _fewer(_local_shape(shard), elements_of(name))
             zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
             rectangle = (0,) * len(shape), shape
-            key, replica = f"{prefix}.{name}.", _replica(shard)[2]
+            key, replica = f"{prefix}.{name}." if name else f"{prefix}.", _replica(shard)[2]
             filled |= _entry(shard, key, zeros, rectangle, replica, elements_of(name))
     return filled
 

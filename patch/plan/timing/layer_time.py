@@ -16,7 +16,7 @@ from patch.families.adapters import adapters_of
 from patch.features.backends import can_overlap_tp_comm
 from patch.plan.activations import boundary_bytes, dispatch_of, kept_bytes
 from patch.plan.flops import attended_pairs
-from patch.plan.parameters import element_bytes, fuses_gradients
+from patch.plan.parameters import element_bytes, fuses_gradients, trained_share
 from patch.plan.savings import with_values
 from patch.plan.timing import communication as links
 from patch.plan.timing.machine import Machine
@@ -149,11 +149,12 @@ class _Products:
                 sides[index] = (number, dispatch_of(config).rows / number, *shape)
         self.each = [t * self._seconds(m, n, k) for t, m, n, k in sides]
         self.inputs = [t * self._seconds(m, k, n) for t, m, n, k in sides]
-        self.weights = [t * self._seconds(n, k, m, added) for t, m, n, k in sides]
+        self.weights = [
+            trained_share(config, row.name) * t * self._seconds(n, k, m, added)
+            for row, (t, m, n, k) in zip(rows, sides, strict=True)
+        ]
         self.summed, self.cut = links.tp_products(config.model)
         self.forward, self.backward = sum(self.each), sum(self.inputs)
-        if config.adapter.is_on:
-            self.weights = [0.0] * len(rows)
         of_row = {row.name: own for row, own in zip(rows, sides, strict=True)}
         for adapter in adapters_of(config.model, config.adapter):
             times, own, *_ = of_row[adapter.base.name]

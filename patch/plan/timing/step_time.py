@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS
+from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.layout.buckets import smallest_bucket
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan import parameters
@@ -112,25 +113,25 @@ def _sum(layers: Iterable[LayerTimes], seconds: Callable[[LayerTimes], float]) -
 
 def _loss(config: RunConfig, machine: Machine) -> float:
     """Products with the output layer's weight, in 16 bits at most, and the work on logits.
-    There are three products, or two if the weight is frozen beside adapters.
+    There are three products, or two if the weight is frozen.
     """
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
     precision, tokens = PRECISIONS[config.training.precision].kept_as, config.micro_batch_tokens
     sides, sums = (tokens, rows, config.model.hidden_size), links.tp_collective_seconds(config, machine)
     product = product_seconds(machine, precision, sides, element_bytes(precision))
-    products = (2 if config.adapter.is_on else 3) * product
+    products = (2 + parameters.trained_share(config, TIED_OUTPUT)) * product
     return products + tokens * rows * _LOGIT_BYTES[machine.is_gpu] / machine.memory_rate + 2 * sums
 
 
 def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
     """Forward reads and writes rows. Backward zeroes the main gradient once and adds rows to it, or without
-    fusion computes the whole weight's gradient and accumulates it. Beside adapters there is no backward.
+    fusion computes the whole weight's gradient and accumulates it. A frozen weight has no backward.
     """
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
     boundary, sums = boundary_bytes(config), links.tp_collective_seconds(config, machine)
     size, main = map(element_bytes, (config.training.precision, config.optimizer.main_grads_dtype))
     forward = 2 * boundary / machine.memory_rate + sums
-    if config.adapter.is_on:
+    if not parameters.trained_share(config, EMBEDDING_PARAMETER):
         return forward, 0.0
     traffic, weight = 2.0 * boundary, rows * config.model.hidden_size
     if fuses_gradients(config, cuda=machine.is_gpu):

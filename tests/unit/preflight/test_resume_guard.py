@@ -49,6 +49,14 @@ def test_run_of_before_which_names_no_family_goes_on_as_what_it_is(command):
         resume_notes(command.parse("--model-type=qwen2").config)
 
 
+def test_a_run_keeps_the_weights_that_train(command):
+    _begun(command, "--freeze=mlp")
+    (note,) = resume_notes(command.parse("--freeze=mlp\\.").config)  # the same weights
+    assert note.startswith("--freeze: mlp before")
+    with refused(ConfigError, match="--freeze: got embed, expected mlp: .*trains other weights"):
+        resume_notes(command.parse("--freeze=embed").config)
+
+
 def test_adapters_of_a_run_need_the_folder_that_it_began_from_no_more(command):
     folder, file = command.folder / "adapter", "adapter_config.json"
     folder.mkdir()

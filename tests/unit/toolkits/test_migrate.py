@@ -22,8 +22,9 @@ RUNS = {
         "lr": 1e-4, "train_iters": 305, "lr_warmup_iters": 31, "precision": "bf16", "weight_decay": 0.0,
         "adam_beta2": 0.999, "data_parallel_sharding": ZeroStage.PARAMETERS, "quantize_base": "nf4",
         "output_path": "FOLDER/saves/a b", "optimizer_offload_policy": "static", "clip_grad": 1.0,
+        "lr_decay_style": "linear",
     }, ["val_size: use --valid-data-path", "colour: nothing here", "template", "double_quantization",
-        "lr_scheduler_type", "dataset: use --train-data-path"]),
+        "dataset: use --train-data-path"]),
     "run.yml": (["--gpus", "4"], {
         "train_data_path": "FOLDER/rows.json FOLDER/more.json", "columns": "instruction=ask", "packing": True,
         "seq_length": 2048, "micro_batch_size": 2, "global_batch_size": 24, "train_epochs": 2.0, "lr": 2e-4,
@@ -33,7 +34,8 @@ RUNS = {
     }, ["val_set_size"]),
     "ds.json": ([], {
         "global_batch_size": 64, "micro_batch_size": 2, "nproc_per_node": 8, "precision": "fp16", "lr": 2e-5,
-        "initial_loss_scale": 4096.0, "clip_grad": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.99, "min_lr": 2e-5,
+        "initial_loss_scale": 4096.0, "clip_grad": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.99,
+        "lr_decay_style": "constant",
         "adam_eps": 1e-6, "weight_decay": 0.0, "data_parallel_sharding": ZeroStage.GRADIENTS,
         "optimizer_offload_policy": "static", "offload_folder": "/disk", "lr_warmup_iters": 10,
         "reduce_bucket_size": 200_000_000, "optimizer_offload_chunk_size": None,
@@ -92,7 +94,7 @@ def test_deepspeed_config_of_a_run_has_deepspeeds_batch(micro, accumulation, wor
     argv += ["--global-batch-size", "24", "--precision", "fp32"]
     again = parse_args(argv, {}, command.machine).config.training
     assert (again.global_batch_size, again.precision) == (24, "fp32")
-    file.write_text(json.dumps(config | {"scheduler": {"type": "WarmupDecayLR"}, "colour": 1}))
+    file.write_text(json.dumps(config | {"scheduler": {"type": "OneCycle"}, "colour": 1}))
     with pytest.raises(ConfigError, match="(?s)no equivalent.*scheduler.type: .*colour: nothing here"):
         parse_args(argv, {}, command.machine)
 

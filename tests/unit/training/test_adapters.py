@@ -44,6 +44,7 @@ BESIDE_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("hf", {}),
     "some": ("hf", SOME),
     "down": ("hf", DOWN),
+    "faster B": ("hf", {"lora_plus_ratio": 8.0}),
     "eager": ("hf", EAGER),
     "some, sdpa": ("hf", SOME | SDPA),
     "down, eager, bf16": ("hf", DOWN | EAGER | BF16 | FULL),

@@ -18,6 +18,10 @@ BOUND = 2e-6
 """On losses near 5.6 and gradients whose norm is near 2: fp32 sums in other orders."""
 LOOPS = {
     "untied": small_run(train_iters=20),
+    "frozen": small_run(
+        train_iters=20, freeze=r"embed|layers\.[02]\..*mlp|input_layernorm", train_only="embed|layers",
+        recompute_granularity="full",
+    ),
     "tied": small_run(train_iters=20, untie_embeddings_and_output_weights=False),
     "bloom": small_run(
         train_iters=20, model_type="bloom", num_attention_heads=6, num_query_groups=6, kv_channels=8,

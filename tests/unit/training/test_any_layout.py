@@ -77,6 +77,14 @@ SOME_CHAIN: Layouts = {
     "EP, ZeRO-3": {"dp": 2, **EP2, **ZERO_3},
     "ETP=2": SP2 | {"recompute_granularity": "full"},
 }
+FROZEN = {"freeze": r"embed|layers\.[02]\..*mlp|o_proj"}
+FROZEN_CHAIN: Layouts = {
+    "one": {},
+    "PP interleaved, SP": SP2 | {"pp": 2, "stage": 1, "recompute_granularity": "full"},
+    "ZeRO-3, half offloaded": {"dp": 2, **ZERO_3, **HALF},
+    "ZeRO-2": {"dp": 2, **ZERO_2, "reduce_bucket_size": 9000},
+    "on the host": ON_HOST,
+}
 FP8 = {"precision": "fp8", "reduce_bucket_size": 3000}
 FP8_CHAIN: Layouts = {
     "16 bits": {"dp": 2, **ZERO_2},
@@ -100,6 +108,7 @@ KINDS = {
     "fp32": Kind({}, CHAIN, 5e-6),
     "bf16": Kind({"precision": "bf16"}, CHAIN, 0.01),
     "experts": Kind(EXPERTS, EXPERT_CHAIN, 2e-6),
+    "frozen": Kind(FROZEN, FROZEN_CHAIN, 2e-6),
     "8 bits": Kind(FP8, FP8_CHAIN, 0.0),
     "adapters beside 4 bits": Kind(NF4, NF4_CHAIN, 2e-6),
     "adapters of some experts": Kind(SOME, SOME_CHAIN, 2e-6),
@@ -147,6 +156,10 @@ def test_weights_and_states_are_bitwise_the_same_after_every_layout(results: Res
     expected = stored_tensors(root / first / "iter_0000002")
     states = {key.split(".")[2] for key in expected if key.startswith("optimizer.state.")}
     assert {"exp_avg", "exp_avg_sq"} <= states
+    is_frozen = "freeze" in KINDS[kind].changes
+    assert ("optimizer.state.exp_avg.embedding.word_embeddings.weight" not in expected) is is_frozen or (
+        "lora_rank" in KINDS[kind].changes
+    )
     assert "lora_rank" not in KINDS[kind].changes or all(".adapters." in key for key in expected)
     for name in names:
         stored = stored_tensors(root / name / "iter_0000002")

@@ -41,6 +41,7 @@ CHUNKS = {
     "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16",
 }  # fmt: skip
 """Moments are rounded by each number's place."""
+FASTER_B = {"lora_rank": 4, "lora_plus_ratio": 8.0}
 FP8 = {"precision": "fp8", "reduce_bucket_size": 3000, "global_batch_size": 8, "train_iters": 2}
 IN_8_BITS = {"fp8_param_gather": True}
 SOME = IN_8_BITS | {"data_parallel_sharding": "parameters", "param_persistence_threshold": 5000}
@@ -112,6 +113,8 @@ RUNS = {
         "zero-2, bf16", EVERYTHING,
     ),
     "zero-2, bf16, auto": Row({"dp": 2, **ZERO_2, **CHUNKS, **AUTO}, "zero-2, bf16", EVERYTHING),
+    "lora+": Row({"dp": 2, **ZERO_2, **CHUNKS, **FASTER_B}),
+    "lora+, half": Row({"dp": 2, **ZERO_2, **CHUNKS, **FASTER_B, **HALF}, "lora+", EVERYTHING),
     "pp, tied, bf16": Row({"pp": 2, **TIED, **CHUNKS}),
     "pp, tied, bf16, half": Row({"pp": 2, **TIED, **CHUNKS, **HALF}, "pp, tied, bf16", EVERYTHING),
     "fp8": Row({"dp": 2, "data_parallel_sharding": "gradients", **FP8}),

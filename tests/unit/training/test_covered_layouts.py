@@ -123,6 +123,8 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
         "sft": {}, "dpo": {"objective": "dpo", "dpo_beta": 0.5},
         "distill": {"distill_from": "a store", "distill_alpha": 0.7, "distill_temperature": 2.0},
     },
+    "freeze": {"no": {}, "yes": {"freeze": r"embed|\.0\..*(mlp|moe)|o_proj|dense"}},
+    "noise": {"no": {}, "yes": {"neftune_noise_alpha": 20.0}},
 }  # fmt: skip
 WITH_EXPERTS = ("mixtral", "qwen-moe", "deepseek")
 CHANGE_SUMS = {
@@ -145,7 +147,10 @@ def agree(names: str, *values: str) -> bool:
 RULES_OF_ROWS = [
     *(
         Rule((*names.split(),), functools.partial(agree, names))
-        for names in ("PR model", "PR LoRA", "PR offload", "model LoRA", "model EP instances")
+        for names in (
+            *("PR model", "PR LoRA", "PR offload", "model LoRA", "model EP instances"),
+            *("PR freeze", "LoRA freeze"),
+        )
     ),
     Rule(("PP", "VPP"), lambda pp, vpp: pp == "2" or vpp == "1"),
     Rule(("PP", "stages"), lambda pp, stages: pp == "2" or stages == "even"),
@@ -219,10 +224,12 @@ def run_of(row: Row) -> RunConfig:
 def one_process_of(row: Row) -> RunConfig:
     """One process with the same model, precision and conversations, and nothing else.
 
-    But for the losses of routers, which are means over a micro-batch: it has the same ones, one by one.
+    But for the losses of routers, which are means over a micro-batch, and for noise, which depends on a row:
+    it has the same ones, one by one.
     """
     ours = run_of(row)
-    kept = ("PR", "model", "LoRA", "objective", *(["packing"] if ours.experts.moe_aux_loss_coeff else []))
+    has_row_sums = ours.experts.moe_aux_loss_coeff or ours.training.neftune_noise_alpha
+    kept = ("PR", "model", "LoRA", "objective", "freeze", "noise", *(["packing"] if has_row_sums else []))
     changes = changes_of(FIRST | {column: row[column] for column in kept})
     size = ours.training.micro_batch_size if "packing" in kept else changes["global_batch_size"]
     layers = {name: getattr(ours.model, name) for name in ("num_layers", "moe_layer_freq")}

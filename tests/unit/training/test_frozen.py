@@ -13,9 +13,10 @@ from distributed_runner import new_job, run_distributed
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from small_runs import ZERO_3, small_run
-from training_runs import build_seeded_run, save
+from training_runs import build_seeded_run, save, state_of
 
 from patch.config.schema import RunConfig
+from patch.plan.memory import bytes_per_rank
 from patch.training.evaluation import evaluate
 from patch.training.run_state import Progress, resume
 from patch.training.step import train_step
@@ -25,6 +26,11 @@ pytestmark = pytest.mark.long
 # Measured: 5e-7, the last bit of losses near 5.6.
 LOSS_BOUND = 2e-6
 NUM_STEPS = 3
+CHOSEN = r"embed|layers\.[02]\..*mlp|o_proj"
+LEVELS = {
+    level: {"data_parallel_sharding": level, "param_persistence_threshold": 100, "freeze": CHOSEN}
+    for level in ("none", "optimizer", "gradients", "parameters")
+}
 STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 1.0}
 
 
@@ -76,15 +82,31 @@ def train(
     }
 
 
+def train_chosen(config: RunConfig) -> dict[str, Any]:
+    run = build_seeded_run(config)
+    results = [train_step(run, index) for index in range(NUM_STEPS)]
+    held = state_of(run)
+    run.optimizer.finish_param_sync()
+    new_job()
+    return {
+        "losses": [result.loss for result in results],
+        "norms": [result.grad_norm for result in results],
+        "gradients": held.gradients,
+        "states": held.optimizer,
+    }
+
+
 def run_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     if world_size == 1:
         frozen = {"first": is_first, "last": is_last, "whole": is_whole}
-        return {name: train(small_run(), is_frozen, None) for name, is_frozen in frozen.items()}
+        found = {name: train(small_run(), is_frozen, None) for name, is_frozen in frozen.items()}
+        return found | {"chosen": train_chosen(small_run(**LEVELS["none"]))}
     return {
         "first": train(small_run(pp=2), is_first, folder / "first"),
         "last": train(small_run(pp=2, **STATIC), is_last, folder / "last"),
         "whole none": train(small_run(dp=2, data_parallel_sharding="none"), is_whole, folder / "none"),
         "whole parameters": train(small_run(dp=2, **ZERO_3, **STATIC), is_whole, folder / "parameters"),
+        **{level: train_chosen(small_run(dp=2, **changes)) for level, changes in LEVELS.items()},
         "layers": train(small_run(dp=2, **ZERO_3), is_first, folder / "layers"),
     }
 
@@ -116,3 +138,17 @@ def test_a_model_with_nothing_to_train_is_evaluated_step_by_step(ranks: dict) ->
     assert expected["norms"] == [0.0] * NUM_STEPS
     for rank in ranks[2]:
         assert same(rank["whole none"], expected) and same(rank["whole parameters"], expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_frozen_weights_have_neither_gradients_nor_states_at_any_level(ranks: dict, level: str) -> None:
+    """Bytes as planned, but for the padding of buckets."""
+    (expected,) = ranks[1]
+    planned, of_all = (
+        bytes_per_rank(small_run(dp=2, **LEVELS[level] | changes)) for changes in ({}, {"freeze": "none"})
+    )
+    assert planned.optimizer < 0.6 * of_all.optimizer
+    for found in (rank[level] for rank in ranks[2]):
+        assert same(found, expected["chosen"])
+        assert found["gradients"] == pytest.approx(planned.gradients, rel=0.01)
+        assert found["states"] == pytest.approx(planned.optimizer, rel=0.01)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import build_seeded_run
+from training_runs import build_seeded_run, state_of
 
 from patch.plan.activations import activation_peak
 from patch.plan.memory import RankBytes, bytes_per_rank, staging_bytes
@@ -134,16 +134,6 @@ class _Holder(list):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__([tensor])
-
-
-def state_of(run: Run) -> RankBytes:
-    """Bytes that a run holds on this rank."""
-    states = run.optimizer.adam.manager
-    return RankBytes(
-        run.optimizer.param_buffer.num_bytes,
-        sum(flat.nbytes for flat in run.optimizer.grad_buffer._flats),
-        states.total_bytes(on_host=False) + states.total_bytes(on_host=True),
-    )
 
 
 class Rank(NamedTuple):
