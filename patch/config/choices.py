@@ -42,6 +42,12 @@ PRECISIONS: dict[Precision, PrecisionFacts] = {
     "fp8": PrecisionFacts("bf16", 2, 1, 10, 28),
 }
 
+RowKind = Literal["conversation", "pair"]
+"""What the rows of an objective hold: a conversation (or a text), or two answers to one prompt."""
+
+ROW_KINDS: dict[str, RowKind] = {"dpo": "pair"}
+"""Objectives whose rows are not conversations."""
+
 PreferenceLoss = Literal["sigmoid", "ipo"]
 """DPO losses of a pair's margin, with TRL's names (arXiv:2305.18290, 2310.12036)."""
 

@@ -20,6 +20,7 @@ from typing import Self
 
 from patch.config.choices import (
     PRECISIONS,
+    ROW_KINDS,
     ContextCommunication,
     Fp8Format,
     Fp8Scaling,
@@ -29,6 +30,7 @@ from patch.config.choices import (
     Recompute,
     RecomputeChoice,
     RecomputeMethod,
+    RowKind,
     Sharding,
     ZeroStage,
 )
@@ -288,7 +290,12 @@ class RunConfig:
     @property
     def is_packed(self) -> bool:
         """Whether several sequences share a row: packed samples, or both sequences of a pair."""
-        return self.data.packing or self.training.objective == "dpo"
+        return self.data.packing or self.row_kind != "conversation"
+
+    @property
+    def row_kind(self) -> RowKind:
+        """What the rows of the objective hold."""
+        return ROW_KINDS.get(self.training.objective, "conversation")
 
     @property
     def etp_size(self) -> int:

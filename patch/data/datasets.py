@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.choices import RowKind
 from patch.config.data_spec import DataPart, sets_of
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
@@ -54,7 +55,7 @@ def build_datasets(
     num_train_samples: Callable[[int], int],
     seed: int,
     index_folder: StrPath,
-    pairs: bool = False,
+    row_kind: RowKind = "conversation",
 ) -> DataSets:
     """Read all data sets. A collective over the job. With raw rows, the tokenizer gets its chat template.
 
@@ -64,7 +65,7 @@ def build_datasets(
         num_train_samples: maps the samples of one pass over the training sets to the samples of the run.
         seed: decides the order of samples from several sets or from a pre-training set.
         index_folder: folder of the index files of pre-training sets; all ranks must share it.
-        pairs: whether each row has two answers.
+        row_kind: what the rows hold.
     Raises:
         DataError: on all ranks, if data or tokenizer are refused, or two ranks have read different data.
     """
@@ -88,7 +89,7 @@ def build_datasets(
             sizes = {"sequence_length": model.seq_length, "vocab_size": model.vocab_size}
             return load_indexed_sft(path, tokenizer, **sizes)
         ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
-        return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, pairs=pairs))
+        return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, row_kind))
 
     with all_or_none():
         with about("train_data_path"):
@@ -98,7 +99,7 @@ def build_datasets(
     _check_same_everywhere((*train, *valid), sources)
     named = zip(train, sources, strict=False)
     records = [each.record(part.path) for part, each in named if isinstance(each, SftSource)]
-    sources = (_pairs if pairs else _packed)(sources, data, (*train, *valid))
+    sources = (_pairs if row_kind == "pair" else _packed)(sources, data, (*train, *valid))
     train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
     num_samples = num_train_samples(sum(map(len, train_sources)))
     joined = _joined(train, train_sources, num_samples, seed)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+from patch.config.choices import RowKind
 from patch.config.data_spec import files_of, parse_columns, sets_of
 from patch.config.schema import DataConfig
 from patch.data.formats import FormatOptions, to_conversation, to_pair
@@ -17,14 +18,14 @@ _MOST_FILES, _MOST_ROWS = 16, 4
 _LARGEST_LIST = 1 << 26
 
 
-def check_first_rows(data: DataConfig, *, pairs: bool) -> None:
+def check_first_rows(data: DataConfig, row_kind: RowKind) -> None:
     """Refuse a data set whose first rows have a format that a worker would refuse.
 
     Raises:
         DataError: a file cannot be read, or one of its first rows has no known format.
     """
     options = FormatOptions(parse_columns(data.columns), data.alpaca_input_join)
-    convert: Callable[..., object] = to_pair if pairs else to_conversation
+    convert: Callable[..., object] = to_pair if row_kind == "pair" else to_conversation
     for field, parts in sets_of(data).items():
         with about(field):
             for part in parts:

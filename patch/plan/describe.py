@@ -232,7 +232,7 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     if config.data.packing and config.data.dataset_type == "raw":  # .bin/.idx are not packed again
         packed = f"several rows share a sequence of {length} tokens"
         yield _row("packing", f"on: {packed}, a sample of the step is such a sequence")
-    if config.training.objective == "dpo":
+    if config.row_kind == "pair":
         once = "before the first step one forward over all sets gives their reference, unless it is kept"
         yield _row("pairs", f"each lies in one sequence of {length} tokens; {once}")
 

@@ -71,6 +71,7 @@ class RowTokenizer:
         self._begin_of_text = tokenizer.bos_token_id
         self._end_of_text = tokenizer.eos_token or ""
         self._options, self._length = options, length
+        self._is_pair = options.row_kind == "pair"
 
     def __call__(self, item: Item) -> TokenizedRow:
         """Return the samples of one row.
@@ -81,7 +82,7 @@ class RowTokenizer:
         value = pickle.loads(item.value)
         rows: Sequence[Conversation | Text] = (
             to_pair(value, item.where, self._options.format)
-            if self._options.pairs
+            if self._is_pair
             else [to_conversation(value, item.where, self._options.format)]
         )
         is_special, is_partly_encoded = any(map(self.renderer.holds_special_token, rows)), False
@@ -93,7 +94,7 @@ class RowTokenizer:
             whole.append(tokens)
         num_learned = sum(map(_num_learned, whole))
         sizes = [len(tokens.ids) - 1 for tokens in whole if _num_learned(tokens)]
-        if self._options.pairs:
+        if self._is_pair:
             longest = sum(sizes) if len(sizes) == len(rows) else 0
             kept = self._cut_pair(whole, rows) if longest else []
         else:
@@ -148,7 +149,7 @@ class RowTokenizer:
 
     def _why_dropped(self, longest: int) -> str:
         if not longest:
-            return "nothing to learn" + (" in an answer of the pair" if self._options.pairs else "")
+            return "nothing to learn" + (" in an answer of the pair" if self._is_pair else "")
         if self._options.long_samples == "drop":
             return f"over {self._length} tokens"
         return f"nothing to learn in the {self._length} tokens that are kept"

@@ -36,8 +36,6 @@ class Objective:
     has_token_losses = False
     """Whether `report` gets the loss of each token [B, S], masked or not, with autograd. Otherwise it gets
     the weighted sum, whose gradient is known before forward: one matrix product less in the output layer."""
-    reads_pairs = False
-    """Whether rows have a chosen and a rejected answer."""
     groups: ProcessGroupCollection
     """This rank's process groups, set by `prepare`."""
 
@@ -55,7 +53,7 @@ class Objective:
         config, output = self.config, Path(self.config.checkpoint.output_path)
         return show_data(
             config.data, config.model, config.tokenizer_folder, sft=config.training.sft, output=output,
-            stream=stream, pairs=self.reads_pairs,
+            stream=stream, row_kind=config.row_kind,
         )  # fmt: skip
 
     def build_datasets(self, tokenizer: Any, num_train_samples: Callable[[int], int]) -> DataSets:
@@ -67,7 +65,7 @@ class Objective:
         return build_datasets(
             config.data, config.model, tokenizer, sft=config.training.sft, seed=config.training.seed,
             num_train_samples=num_train_samples,
-            index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER, pairs=self.reads_pairs,
+            index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER, row_kind=config.row_kind,
         )  # fmt: skip
 
     def goes_on(self, run: Run) -> bool:

@@ -59,7 +59,7 @@ _logger = get_logger(__name__)
 class Preference(Objective):
     """The mean DPO loss over pairs of a chosen and a rejected sequence."""
 
-    unit, has_token_losses, reads_pairs = "pairs", True, True
+    unit, has_token_losses = "pairs", True
     reported = (
         "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
         "logps/chosen", "logps/rejected",
@@ -73,7 +73,7 @@ class Preference(Objective):
         self.reference = torch.zeros(0)
         """float32 [total sequences]: the reference sum of each sequence, by sequence number."""
         output = Path(config.checkpoint.output_path)
-        options = sft_options(config.data, output / DATA_CACHE_FOLDER, pairs=True)
+        options = sft_options(config.data, output / DATA_CACHE_FOLDER, config.row_kind)
         self._cache = Path(str(options.cache_dir)) / _FOLDER
         self._keys_file = output / REFERENCE_FILE
 

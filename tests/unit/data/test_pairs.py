@@ -25,7 +25,7 @@ TOKENIZER = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
 
 def load(folder: Path, rows: list[dict[str, Any]], length: int, **own: Any) -> SftSource:
     (folder / "rows.json").write_text(json.dumps(rows))
-    return load_sft(folder / "rows.json", TOKENIZER, length, SftOptions(pairs=True, **own))
+    return load_sft(folder / "rows.json", TOKENIZER, length, SftOptions(row_kind="pair", **own))
 
 
 def plain(*sizes: int) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_preview_shows_both_answers(tmp_path: Path) -> None:
     files = {"train_data_path": str(tmp_path / "rows.json"), "cache_dir": str(tmp_path / "cache")}
     data = DataConfig(dataset_type="raw", max_padding_length=40, **files)
     stream = io.StringIO()
-    preview = Preview(data, TOKENIZER, pairs=True)
+    preview = Preview(data, TOKENIZER, "pair")
     preview.show_rows(terminal(stream))
     preview.show_statistics(terminal(stream))
     text = stream.getvalue()

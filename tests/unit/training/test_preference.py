@@ -21,12 +21,14 @@ from small_runs import hf_llama, small_run
 from training_runs import CPU, Records, messages_from
 
 from patch import compat
+from patch.config.choices import RowKind
 from patch.config.schema import RunConfig
 from patch.convert import export_adapter
 from patch.data import load_sft, load_tokenizer
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.packing import PairSource
 from patch.data.sft.options import SftOptions
+from patch.data.sft.source import SftSource
 from patch.distributed.groups import initialize
 from patch.errors import CheckpointError
 from patch.training.guards.phases import PhaseClock
@@ -132,6 +134,11 @@ def config_of(folder: Path, name: str, **changes: Any) -> RunConfig:
     return small_run(**flags | changes)
 
 
+def load(folder: Path, form: str, row_kind: RowKind = "pair") -> SftSource:
+    tokenizer = load_tokenizer(str(folder))
+    return load_sft(folder / f"{form}.json", tokenizer, LENGTH, SftOptions(row_kind=row_kind))
+
+
 def train(config: RunConfig) -> list[Record]:
     """The records of the steps."""
     compat.apply(cuda=False)
@@ -183,7 +190,7 @@ def trl(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_are_trls(folder: Path, trl: dict[str, Any], form: str) -> None:
     """What follows the prompt is learned. Of transcripts TRL's prompt goes on into what both answers say."""
-    source = load_sft(folder / f"{form}.json", load_tokenizer(str(folder)), LENGTH, SftOptions(pairs=True))
+    source = load(folder, form)
     for number, row in enumerate(trl[form]["rows"]):
         begin = len(row["prompt_ids"])
         for place, answer in enumerate(("chosen", "rejected")):
@@ -322,7 +329,7 @@ def test_reference_is_computed_once_and_outlives_a_resume(folder: Path) -> None:
 @pytest.mark.timeout(60)
 def test_files_of_the_reference_are_looked_at_before_they_are_read(folder: Path, tmp_path: Path) -> None:
     preference = Preference(config_of(folder, "messages", cache_dir=str(tmp_path)))
-    pairs = load_sft(folder / "messages.json", load_tokenizer(str(folder)), LENGTH, SftOptions(pairs=True))
+    pairs = load(folder, "messages")
     source = PairSource(pairs, LENGTH, is_packed=False)
     file = tmp_path / "references" / "key"
     file.parent.mkdir()
