@@ -16,7 +16,7 @@ from patch.config.data_spec import DataPart, sets_of
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.order import Blend, Concatenation, format_passes, weights_of
-from patch.data.packing import PackingSummary, PairSource, packed
+from patch.data.packing import SOURCES, PackingSummary, PairSource, packed
 from patch.data.samples import SampleSource
 from patch.data.sft.options import sft_options
 from patch.data.sft.source import SftSource, load_sft
@@ -99,7 +99,9 @@ def build_datasets(
     _check_same_everywhere((*train, *valid), sources)
     named = zip(train, sources, strict=False)
     records = [each.record(part.path) for part, each in named if isinstance(each, SftSource)]
-    sources = (_pairs if row_kind == "pair" else _packed)(sources, data, (*train, *valid))
+    parts = (*train, *valid)
+    kind = SOURCES.get(row_kind)
+    sources = _rows(sources, data, parts, kind) if kind else _packed(sources, data, parts)
     train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
     num_samples = num_train_samples(sum(map(len, train_sources)))
     joined = _joined(train, train_sources, num_samples, seed)
@@ -119,20 +121,20 @@ def _packed(
     ]
 
 
-def _pairs(
-    sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart]
+def _rows(
+    sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart], kind: type[PairSource]
 ) -> list[SampleSource]:
-    """Return the sets as samples of pairs. Sequences are numbered over all sets."""
+    """Return the sets as samples of whole rows, such as pairs. Sequences are numbered over all sets."""
     made: list[SampleSource] = []
     first = 0
     for source, part in zip(sources, parts, strict=True):
         assert isinstance(source, SftSource), "pairs_are_rows lets only rows through"
-        found = PairSource(
+        found = kind(
             source, data.max_padding_length, is_packed=data.packing, first=first, name=part.path
         )
         if data.packing:
             _logger.info("%s: %s", part.path, PackingSummary.of(found, found.packs))
-        first += len(source)
+        first += 2 * len(found.sizes)
         made.append(found)
     return made
 

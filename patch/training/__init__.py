@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from patch.config.choices import ROW_KINDS
+
 if TYPE_CHECKING:
     from patch.config import RunConfig
     from patch.training.hooks.hook import TrainerHook
@@ -19,14 +21,16 @@ __all__ = ["HOOKS", "OBJECTIVES", "register_hook", "register_objective"]
 
 
 def _preference(config: RunConfig) -> Objective:
-    from patch.training.objectives.preference import Preference
+    from patch.training.objectives.kto import Kto
+    from patch.training.objectives.preference import OddsRatio, Preference, SimpleMargin
 
-    return Preference(config)
+    objectives = {"dpo": Preference, "orpo": OddsRatio, "simpo": SimpleMargin, "kto": Kto}
+    return objectives[config.training.objective](config)
 
 
 OBJECTIVES: dict[str, Callable[[RunConfig], Objective] | None] = {
     **dict.fromkeys(("default", "sft", "pretrain")),
-    "dpo": _preference,
+    **dict.fromkeys(ROW_KINDS, _preference),
 }
 """Factories of the objectives that `--objective` names, or None for the built-in objective."""
 HOOKS: list[Callable[[Run], TrainerHook | None]] = []

@@ -56,7 +56,7 @@ class SftOptions:
 
     format: FormatOptions = field(default_factory=FormatOptions)
     row_kind: RowKind = "conversation"
-    """What a row holds. A pair gives two sequences."""
+    """What a row holds. A pair gives two sequences; the label of an unpaired answer is in its first token."""
     render: RenderOptions = field(default_factory=RenderOptions)
     """Trained turns, and the meaning of special tokens in the rows."""
     long_samples: LongSamples = "cut-end"
@@ -87,12 +87,13 @@ def sft_options(data: DataConfig, fallback_cache: Path, row_kind: RowKind) -> Sf
 
 def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> dict[str, str]:
     """Return all that decides a set's tokens except its rows: names for messages, and values or hashes."""
+    kind = options.row_kind
     backend = tokenizer.backend_tokenizer.to_str().encode()
     named_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return {
         "the rules of this program": str(TOKEN_RULES),
         **{package: version(package) for package in _PACKAGES},
-        **({"the objective": "pairs"} if options.row_kind == "pair" else {}),
+        **({} if kind == "conversation" else {"the objective": "pairs" if kind == "pair" else kind}),
         "the settings of the data": _hash(
             [asdict(options.format), asdict(options.render), options.long_samples, length]
         ),

@@ -82,6 +82,15 @@ class Objective:
         """
         self.groups = run.groups
 
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        """Compute what the losses of a global batch share; a collective over the job.
+
+        This runs before the first forward of each step and of each global batch of an evaluation.
+
+        Args:
+            batches: this rank's micro-batches, on the host.
+        """
+
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Build a micro-batch of whole samples on the host; it is then cut for each context-parallel rank."""
         return collate(samples)
@@ -122,6 +131,10 @@ class Objective:
         """
         mask = batch.loss_mask
         return {"loss": (sum_aligned(output * mask, mask) if self._is_aligned else output) / divisor}
+
+    def logged(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the metrics of a step, including `loss`, from its means; -inf on stages before the last."""
+        return means
 
     def evaluated(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics, including `valid_loss`, from the means over one validation set or all sets."""
