@@ -43,8 +43,8 @@ PRECISIONS: dict[Precision, PrecisionFacts] = {
 }
 
 RowKind = Literal["conversation", "pair", "unpaired"]
-"""What the rows of an objective hold: a conversation (or a text), two answers to one prompt, or an answer and
-whether it is desirable."""
+"""Kind of rows that an objective reads: a conversation (or a text), two answers to one prompt, or an answer
+and whether it is desirable."""
 
 ROW_KINDS: dict[str, RowKind] = {"dpo": "pair", "orpo": "pair", "simpo": "pair", "kto": "unpaired"}
 """Objectives whose rows are not conversations."""

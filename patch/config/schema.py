@@ -300,7 +300,7 @@ class RunConfig:
 
     @property
     def row_kind(self) -> RowKind:
-        """What the rows of the objective hold."""
+        """Kind of rows that the objective reads."""
         return ROW_KINDS.get(self.training.objective, "conversation")
 
     @property

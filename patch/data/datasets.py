@@ -65,7 +65,7 @@ def build_datasets(
         num_train_samples: maps the samples of one pass over the training sets to the samples of the run.
         seed: decides the order of samples from several sets or from a pre-training set.
         index_folder: folder of the index files of pre-training sets; all ranks must share it.
-        row_kind: what the rows hold.
+        row_kind: kind of rows that the objective reads.
     Raises:
         DataError: on all ranks, if data or tokenizer are refused, or two ranks have read different data.
     """
@@ -99,9 +99,7 @@ def build_datasets(
     _check_same_everywhere((*train, *valid), sources)
     named = zip(train, sources, strict=False)
     records = [each.record(part.path) for part, each in named if isinstance(each, SftSource)]
-    parts = (*train, *valid)
-    kind = SOURCES.get(row_kind)
-    sources = _rows(sources, data, parts, kind) if kind else _packed(sources, data, parts)
+    sources = _samples(sources, data, (*train, *valid), row_kind)
     train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
     num_samples = num_train_samples(sum(map(len, train_sources)))
     joined = _joined(train, train_sources, num_samples, seed)
@@ -109,27 +107,23 @@ def build_datasets(
     return sets._replace(pairs=[source for source in sources if isinstance(source, PairSource)])
 
 
-def _packed(
-    sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart]
+def _samples(
+    sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart], row_kind: RowKind
 ) -> list[SampleSource]:
-    """Pack the sets of raw rows if the run packs. A .bin/.idx set stays as it was made."""
-    return [
-        packed(source, data.max_padding_length, part.path)
-        if data.packing and isinstance(source, SftSource)
-        else source
-        for part, source in zip(parts, sources, strict=True)
-    ]
-
-
-def _rows(
-    sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart], kind: type[PairSource]
-) -> list[SampleSource]:
-    """Return the sets as samples of whole rows, such as pairs. Sequences are numbered over all sets."""
+    """Return the sets as samples. Conversations are packed if the run packs; a .bin/.idx set stays as it was
+    made. Sequences of other kinds of rows are numbered over all sets."""
+    if row_kind not in SOURCES:
+        return [
+            packed(source, data.max_padding_length, part.path)
+            if data.packing and isinstance(source, SftSource)
+            else source
+            for part, source in zip(parts, sources, strict=True)
+        ]
     made: list[SampleSource] = []
     first = 0
     for source, part in zip(sources, parts, strict=True):
         assert isinstance(source, SftSource), "pairs_are_rows lets only rows through"
-        found = kind(
+        found = SOURCES[row_kind](
             source, data.max_padding_length, is_packed=data.packing, first=first, name=part.path
         )
         if data.packing:

@@ -56,7 +56,7 @@ class SftOptions:
 
     format: FormatOptions = field(default_factory=FormatOptions)
     row_kind: RowKind = "conversation"
-    """What a row holds. A pair gives two sequences; the label of an unpaired answer is in its first token."""
+    """Kind of rows. A pair gives two sequences; the label of an unpaired answer is in its first token."""
     render: RenderOptions = field(default_factory=RenderOptions)
     """Trained turns, and the meaning of special tokens in the rows."""
     long_samples: LongSamples = "cut-end"

@@ -34,9 +34,9 @@ class Scores(NamedTuple):
     sums: torch.Tensor
     """Log-probabilities of the learned tokens."""
     reported: torch.Tensor
-    """What `logps/chosen` and `logps/rejected` are means of."""
+    """Values whose means are `logps/chosen` and `logps/rejected`."""
     values: torch.Tensor
-    """What is compared; beta times a value is a reward."""
+    """Values that are compared; beta times a value is a reward."""
 
 
 class PairObjective(Objective):
