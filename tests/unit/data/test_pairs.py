@@ -13,8 +13,9 @@ import pytest
 from llama3_tokenizer import tiny_tokenizer
 
 from patch.config.schema import DataConfig
+from patch.data import collate
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
-from patch.data.packing import PairSource
+from patch.data.packing import PairSource, UnpairedSource, mismatched
 from patch.data.preview import Preview, terminal
 from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource, load_sft
@@ -25,7 +26,7 @@ TOKENIZER = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
 
 def load(folder: Path, rows: list[dict[str, Any]], length: int, **own: Any) -> SftSource:
     (folder / "rows.json").write_text(json.dumps(rows))
-    return load_sft(folder / "rows.json", TOKENIZER, length, SftOptions(row_kind="pair", **own))
+    return load_sft(folder / "rows.json", TOKENIZER, length, SftOptions(**{"row_kind": "pair"} | own))
 
 
 def plain(*sizes: int) -> dict[str, Any]:
@@ -73,6 +74,37 @@ def test_samples_hold_whole_pairs(tmp_path: Path) -> None:
                 seen.append(own)
         assert sorted(seen) == list(range(100, 108))
     assert pairs.place(0).startswith(f"{tmp_path / 'rows.json'}: row ")
+
+
+def test_samples_of_labelled_answers_have_mismatched_ones_beside_them(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "x" * begin, "completion": "q" * size, "label": size > 3}
+        for begin, size in ((1, 4), (9, 2), (2, 30))
+    ]
+    source = load(tmp_path, rows, 24, row_kind="unpaired")
+    ids = [source.conversation(index)[0] for index in range(3)]
+    prompts = [2, 10, 3]  # with begin of text
+    others = [np.append(ids[i][: prompts[i]], ids[i - 1][prompts[i - 1] :])[:25] for i in range(3)]
+    for is_packed in (False, True):
+        samples = UnpairedSource(source, 24, is_packed=is_packed, first=10)
+        assert len(samples) == 3, "with the answer of the third row the first fills one too"
+        for sample in map(samples.__getitem__, range(3)):
+            other, row = mismatched(collate([sample])), (int(sample.of_sequences["number"][0]) - 10) // 2
+            assert sample.of_sequences["sign"][0] == (1 if rows[row]["label"] else -1)
+            assert other.of_sequences["number"][0] == 11 + 2 * row
+            whole = (ids[row], sample.tokens, sample.labels, sample.loss_mask)
+            mixed = (others[row], other.tokens[0], other.labels[0], other.loss_mask[0])
+            for expected, tokens, labels, mask in (whole, mixed):
+                size = len(expected) - 1
+                assert tokens[:size].tolist() == expected[:-1].tolist()
+                assert labels[:size].tolist() == expected[1:].tolist()
+                assert mask.nonzero().flatten().tolist() == [*range(prompts[row] - 1, size)]
+
+
+def test_a_set_of_one_labelled_answer_is_refused(tmp_path: Path) -> None:
+    source = load(tmp_path, [{"prompt": "x", "completion": "q", "label": True}], 24, row_kind="unpaired")
+    with pytest.raises(DataError, match="row 1 is the only one with something to learn; expected another"):
+        UnpairedSource(source, 24, is_packed=False)
 
 
 def test_a_pair_with_an_answer_that_says_nothing_is_dropped(tmp_path: Path) -> None:

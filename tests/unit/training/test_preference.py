@@ -21,7 +21,7 @@ from small_runs import hf_llama, small_run
 from training_runs import CPU, Records, messages_from
 
 from patch import compat
-from patch.config.choices import RowKind
+from patch.config.choices import ROW_KINDS, RowKind
 from patch.config.schema import RunConfig
 from patch.convert import export_adapter
 from patch.data import load_sft, load_tokenizer
@@ -41,6 +41,10 @@ from patch.training.trainer import Trainer
 
 _FOLDER = os.environ.get("TRL", "")
 LENGTH, STEPS = 192, 10
+ONE_ROW = {
+    "packing": True, "micro_batch_size": 1, "global_batch_size": 1, "seq_length": 512,
+    "max_padding_length": 512,
+}  # fmt: skip
 BOUND = 1e-5
 """Of fp32 sums in another order, after updates."""
 SAID = [
@@ -75,7 +79,7 @@ FORMS = {
     ],
 }
 TEXTS = [
-    {"prompt": question, "completion": said[number % 2], "label": number % 2 == 0}
+    {"prompt": question, "completion": said[number == 1], "label": number != 1}
     for number, (question, *said) in enumerate(SAID)
 ]
 TALKS = [
@@ -84,7 +88,7 @@ TALKS = [
 ]
 UNPAIRED = {"labelled": TALKS, "labelled texts": TEXTS}
 ADAPTERS = {"lora_rank": 4, "lora_alpha": 8.0}
-KTO = {"objective": "kto", "undesirable_weight": 1.5}
+KTO = {"objective": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5}
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("messages", {}),
     "ipo": ("texts", {"dpo_loss_type": "ipo"}),
@@ -130,7 +134,7 @@ KINDS = {
     "simpo": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0}),
 }
 NAMES = {"dpo_beta": "beta", "dpo_label_smoothing": "label_smoothing"}
-KEPT = ("simpo_gamma", "undesirable_weight")
+KEPT = ("simpo_gamma", "desirable_weight", "undesirable_weight")
 num_steps = int(sys.argv[2])
 for form, (rows, asked) in json.load(open(f"{folder}/request.json")).items():
     changes = asked or {}
@@ -255,6 +259,7 @@ def losses_of_forms(rank: int, world_size: int, folder: Path) -> dict[str, list[
 
 def test_losses_and_rewards_are_trls(folder: Path, trl: dict[str, Any]) -> None:
     (found,) = run_distributed(losses_of_forms, 1, folder)
+    assert all(trl[name]["steps"][-1]["kl"] > 0 for name in ("kto", "kto adapters"))
     for name, records in found.items():
         for step, (ours, theirs) in enumerate(zip(records, trl[name]["steps"], strict=True)):
             assert len(theirs) > 5
@@ -267,7 +272,6 @@ def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, An
     found: dict[str, Any] = {}
     said = messages_from("INFO", "patch.training.objectives.reference")
     common = {"valid_data_path": str(folder / "whole.json"), "save_interval": 1, "eval_interval": 3}
-    one_row = {"packing": True, "global_batch_size": 1, "seq_length": 512, "max_padding_length": 512}
 
     def config(output: str, **own: Any) -> RunConfig:
         changes = {"micro_batch_size": 2, "train_iters": 3, "output_path": str(folder / output)}
@@ -275,7 +279,7 @@ def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, An
         return config_of(folder, "messages", **changes)
 
     found["alone"] = train(config("alone"))
-    found["packed"] = train(config("packed", micro_batch_size=1, **one_row))
+    found["packed"] = train(config("packed", **ONE_ROW))
     cache, root = folder / "cache" / "references", folder / "alone" / "checkpoint"
     found["computed"] = len(said)
     found["adapters"] = train(config("adapters", lr=2e-3, lora_rank=4))
@@ -305,6 +309,45 @@ def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, An
     found["unknown"] = refusal_of(moved)
     found["valid"] = train(config("valid", valid_data_path=str(folder / "messages.json")))
     return found
+
+
+def numbers(records: list[Record]) -> list[dict[str, float]]:
+    """What the objective reports."""
+    names = ("loss", "rewards", "logps", "nll", "kl", "desirable", "valid")
+    return [{key: each for key, each in record.items() if key.startswith(names)} for record in records]
+
+
+def others_resumed(rank: int, world_size: int, folder: Path) -> dict[str, list[list[dict[str, float]]]]:
+    """Of three steps, of the last two again, and of three packed ones."""
+    found = {}
+    for kind in (name for name in ROW_KINDS if name != "dpo"):
+        form = "labelled" if kind == "kto" else "messages"
+        common = {
+            "objective": kind, "micro_batch_size": 2, "train_iters": 3, "save_interval": 1,
+            "eval_interval": 3,
+            "valid_data_path": str(folder / f"{form}.json"), "lora_rank": 4 if kind == "kto" else 0,
+        }  # fmt: skip
+        common |= KTO if kind == "kto" else {}
+        config = config_of(folder, form, **common, output_path=str(folder / kind))
+        found[kind] = [numbers(train(config))]
+        for step in (2, 3):
+            shutil.rmtree(folder / kind / "checkpoint" / f"iter_{step:07d}")
+        (folder / kind / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("1\n")
+        shutil.rmtree(folder / "cache" / "references", ignore_errors=True)
+        found[kind].append(numbers(train(config)))
+        packed = {**common, **ONE_ROW, "output_path": str(folder / f"{kind} packed")}
+        found[kind].append(numbers(train(config_of(folder, form, **packed))))
+    return found
+
+
+@pytest.mark.long
+def test_other_objectives_go_on_to_the_bit_and_packed_as_alone(folder: Path) -> None:
+    (found,) = run_distributed(others_resumed, 1, folder)
+    *_, last, _ = found["kto"][0]
+    assert last["desirable"] == 0.75 and last["kl"] > 0
+    for kind, (whole, again, packed) in found.items():
+        assert again == whole[2:], kind
+        assert [*map(dict, packed)] == [pytest.approx(each, rel=BOUND, abs=BOUND) for each in whole], kind
 
 
 RESUMED: dict[str, list[dict[str, Any]]] = {
