@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from llama3_tokenizer import tiny_tokenizer
 
+from patch.config.choices import RowKind
 from patch.config.schema import DataConfig
 from patch.data import collate
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
@@ -112,15 +113,26 @@ def test_a_pair_with_an_answer_that_says_nothing_is_dropped(tmp_path: Path) -> N
         load(tmp_path, [plain(1, 2), plain(3, 0)], 40)
 
 
-def test_preview_shows_both_answers(tmp_path: Path) -> None:
-    load(tmp_path, [plain(1, 2)] * 3, 40)
+def preview_of(tmp_path: Path, rows: list[dict[str, Any]], kind: RowKind) -> str:
+    load(tmp_path, rows, 40, row_kind=kind)
     files = {"train_data_path": str(tmp_path / "rows.json"), "cache_dir": str(tmp_path / "cache")}
     data = DataConfig(dataset_type="raw", max_padding_length=40, **files)
     stream = io.StringIO()
-    preview = Preview(data, TOKENIZER, "pair")
+    preview = Preview(data, TOKENIZER, kind)
     preview.show_rows(terminal(stream))
     preview.show_statistics(terminal(stream))
-    text = stream.getvalue()
+    return stream.getvalue()
+
+
+def test_preview_shows_both_answers(tmp_path: Path) -> None:
+    text = preview_of(tmp_path, [plain(1, 2)] * 3, "pair")
     assert "row 1, chosen: 3 tokens and a last label, 2 learned" in text
     assert "row 1, rejected: 4 tokens and a last label, 3 learned" in text
     assert "3 of at most 40 tokens" in text
+
+
+def test_preview_shows_labels(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "completion": "qq", "label": label} for label in (True, False)]
+    text = preview_of(tmp_path, rows, "unpaired")
+    assert "row 1: 4 tokens and a last label, 3 learned (75.0%)\n  desirable\n" in text
+    assert "2 of at most 40 tokens" in text
