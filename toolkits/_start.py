@@ -14,6 +14,7 @@ from pathlib import Path
 
 from patch.checks.layout import set_spares_aside
 from patch.config import RunConfig, to_yaml, unknown_variables
+from patch.config.choices import ROW_KINDS
 from patch.config.fields import check_choice
 from patch.device import MachineFacts
 from patch.errors import ConfigError, MemoryLackError, TrainingError
@@ -83,10 +84,10 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     check_choice(config.training.objective, list(OBJECTIVES), "--objective")
     notes = validate_run(config, machine)
     config = fetch_from_hub(config, weights=not invocation.dry_run)
-    if config.data.dataset_type == "raw" and config.training.objective in ("default", "sft", "dpo"):
+    if config.data.dataset_type == "raw" and config.training.objective in ("default", "sft", *ROW_KINDS):
         from patch.data.first_rows import check_first_rows  # only raw data has rows
 
-        check_first_rows(config.data, pairs=config.training.objective == "dpo")
+        check_first_rows(config.data, config.row_kind)
     config, chosen = resolve_run(config, machine)
     check_offload_room(config, disk_bytes(config, machine) * config.parallel.nproc_per_node * 3 // 2)
     notes = [*invocation.notes, *spares, *notes, *chosen, *resume_notes(config)]

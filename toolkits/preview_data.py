@@ -9,6 +9,7 @@ from os.path import isfile
 from typing import Any
 
 from patch.checks.rules import check_range
+from patch.config.choices import ROW_KINDS, RowKind
 from patch.config.data_spec import parse_data
 from patch.config.fields import FIELDS
 from patch.config.flags import add_flags, fields_of
@@ -57,8 +58,8 @@ def _preview(options: argparse.Namespace) -> int:
         from patch.data.preview import Preview, terminal
     from patch.data.tokenizer import load_tokenizer
 
-    data, tokenizer, pairs = _settings(options)
-    preview = Preview(data, load_tokenizer(tokenizer), pairs)
+    data, tokenizer, row_kind = _settings(options)
+    preview = Preview(data, load_tokenizer(tokenizer), row_kind)
     console = terminal(sys.stdout)
     preview.show_rows(console, options.rows, options.row)
     if options.statistics:
@@ -69,8 +70,8 @@ def _preview(options: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace) -> tuple[DataConfig, str | None, bool]:
-    """Return the data settings, the tokenizer's folder or name, and whether rows are pairs. Flags win over
+def _settings(options: argparse.Namespace) -> tuple[DataConfig, str | None, RowKind]:
+    """Return the data settings, the tokenizer's folder or name, and what its rows hold. Flags win over
     environment variables, which win over --config. For .bin/.idx `max_padding_length` is SEQ_LEN."""
     run = read_yaml(options.config) if options.config is not None else {}
     flags = fields_of(options, _DATA_FLAGS)
@@ -93,7 +94,7 @@ def _settings(options: argparse.Namespace) -> tuple[DataConfig, str | None, bool
             check_range(FIELDS[name], values[name])
     of_data = {name: value for name, value in values.items() if FIELDS[name].section == "data"}
     tokenizer = values.get("tokenizer_name_or_path") or values.get("load")
-    return DataConfig(**of_data), tokenizer, values.get("objective") == "dpo"
+    return DataConfig(**of_data), tokenizer, ROW_KINDS.get(values.get("objective", ""), "conversation")
 
 
 def _is_indexed(text: str) -> bool:

@@ -11,6 +11,7 @@ import math
 import re
 from fractions import Fraction
 
+from patch.config.choices import ROW_KINDS
 from patch.config.data_spec import parse_columns, parse_template_kwargs, split_shares
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import length_text, refuse, where
@@ -20,6 +21,13 @@ from patch.text import to_int
 
 _SHORTEST_PAIR = 4
 """Fewest tokens of a row for a pair."""
+_FLAGS_OF_OBJECTIVES = {
+    "dpo_beta": tuple(ROW_KINDS),
+    **dict.fromkeys(("dpo_loss_type", "dpo_label_smoothing", "dpo_sft_weight"), ("dpo",)),
+    "simpo_gamma": ("simpo",),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",)),
+}
+"""Flags, and the objectives that have them."""
 
 
 def columns_are_pairs(config: RunConfig, machine: MachineFacts) -> None:
@@ -40,25 +48,31 @@ def objective_is_of_its_kind(config: RunConfig, machine: MachineFacts) -> None:
     name, kind = config.training.objective, "sft" if config.training.sft else "pretrain"
     if name in ("sft", "pretrain") and name != kind:
         refuse("objective", name, kind, f"SFT={str(config.training.sft).lower()} says what is read")
-    if name == "dpo" and kind == "pretrain":
+    if name in ROW_KINDS and kind == "pretrain":
         refuse("objective", name, "SFT=true", "preferences are about answers, pre-training reads documents")
 
 
 def pairs_are_rows(config: RunConfig, machine: MachineFacts) -> None:
-    """Require raw, undivided rows for pairs, and pairs for the flags of DPO."""
-    training, data = config.training, config.data
-    if training.objective != "dpo":
-        for field in ("dpo_beta", "dpo_loss_type", "dpo_sft_weight"):
-            if value_of(config, field) != FIELDS[field].default:
-                refuse(field, value_of(config, field), "--objective dpo too", "only pairs have such a loss")
+    """Require raw, undivided rows for preferences, and the objective of a flag of preferences."""
+    training, data, kind = config.training, config.data, config.row_kind
+    for field, objectives in _FLAGS_OF_OBJECTIVES.items():
+        value = value_of(config, field)
+        if value != FIELDS[field].default and training.objective not in objectives:
+            expected, why = f"--objective {' or '.join(objectives)} too", "other losses do not have it"
+            refuse(field, value, expected, why)
+    if training.dpo_label_smoothing and training.dpo_loss_type != "robust":
+        why = "the other losses of pairs are not smoothed"
+        refuse("dpo_label_smoothing", training.dpo_label_smoothing, "0, or --dpo-loss-type robust", why)
+    if kind == "conversation":
         return
     if data.dataset_type != "raw":
-        why = "--objective dpo reads rows with chosen and rejected; .bin/.idx have no pairs"
+        keys = "chosen and rejected" if kind == "pair" else "prompt, completion and label"
+        why = f"--objective {training.objective} reads rows with {keys}; .bin/.idx have none"
         refuse("dataset_type", data.dataset_type, "raw", why)
     if data.long_samples == "split":
-        why = "of a pair that is divided no part could be compared"
+        why = "of an answer that is divided no part could be compared"
         refuse("long_samples", "split", "cut-end, cut-begin or drop", why)
-    if data.max_padding_length < _SHORTEST_PAIR:
+    if kind == "pair" and data.max_padding_length < _SHORTEST_PAIR:
         why = "both sequences of a pair lie in one row, each with a question and an answer"
         refuse("max_padding_length", data.max_padding_length, f"at least {_SHORTEST_PAIR}", why)
 

@@ -42,8 +42,15 @@ PRECISIONS: dict[Precision, PrecisionFacts] = {
     "fp8": PrecisionFacts("bf16", 2, 1, 10, 28),
 }
 
-PreferenceLoss = Literal["sigmoid", "ipo"]
-"""DPO losses of a pair's margin, with TRL's names (arXiv:2305.18290, 2310.12036)."""
+RowKind = Literal["conversation", "pair", "unpaired"]
+"""Kind of rows that an objective reads: a conversation (or a text), two answers to one prompt, or an answer
+and whether it is desirable."""
+
+ROW_KINDS: dict[str, RowKind] = {"dpo": "pair", "orpo": "pair", "simpo": "pair", "kto": "unpaired"}
+"""Objectives whose rows are not conversations."""
+
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "robust"]
+"""DPO losses of a pair's margin, with TRL's names (arXiv:2305.18290, 2310.12036, 2309.06657, 2403.00409)."""
 
 Fp8Format = Literal["hybrid", "e4m3"]
 """fp8 types: e4m3 with gradients in e5m2 (more range, fewer digits), or e4m3 alone. Megatron-LM's names."""

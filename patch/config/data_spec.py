@@ -347,7 +347,7 @@ COLUMNS_OF_TURNS = ("role", "content")
 """Keys inside each turn of a list of messages."""
 COLUMNS = (
     *("messages", *COLUMNS_OF_TURNS, "instruction", "input", "output", "query", "response"),
-    *("prompt", "completion", "history", "text", "system", "tools", "chosen", "rejected"),
+    *("prompt", "completion", "history", "text", "system", "tools", "chosen", "rejected", "label"),
 )
 """Keys that --columns can rename. `role` and `content` are keys inside the turns."""
 _SHAREGPT = {"conversations": "messages", "conversation": "messages", "from": "role", "value": "content"}

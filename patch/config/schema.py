@@ -20,6 +20,7 @@ from typing import Self
 
 from patch.config.choices import (
     PRECISIONS,
+    ROW_KINDS,
     ContextCommunication,
     Fp8Format,
     Fp8Scaling,
@@ -29,6 +30,7 @@ from patch.config.choices import (
     Recompute,
     RecomputeChoice,
     RecomputeMethod,
+    RowKind,
     Sharding,
     ZeroStage,
 )
@@ -179,11 +181,11 @@ class TrainingConfig:
     )
     sft: bool = flag("supervised fine-tuning: the loss covers only assistant tokens", False)
     objective: str = flag(
-        "training objective: sft or pretrain (default: as --sft says), dpo (pairs of chosen and rejected "
-        "answers), or an objective that your program registered",
+        "training objective: sft or pretrain (default: as --sft says), dpo, orpo or simpo (pairs of "
+        "chosen and rejected answers), kto (answers with a label), or one that your program registered",
         "default",
     )
-    dpo_beta: float = flag("dpo: beta, the weight of the log-ratio to the reference model", 0.1, above=0)
+    dpo_beta: float = flag("dpo, orpo, simpo, kto: beta, the weight of log-probabilities", 0.1, above=0)
     dpo_loss_type: PreferenceLoss = flag("dpo: the loss of a pair's margin", "sigmoid")
     dpo_sft_weight: float = flag(
         "dpo: weight of an added SFT loss, the mean over the chosen answer's tokens; 0: none", 0.0, at_least=0
@@ -199,6 +201,12 @@ class TrainingConfig:
     neftune_noise_alpha: float | None = flag(
         "NEFTune: alpha of the uniform noise on embeddings in training; 5 is usual; 0: none", none=0, above=0
     )
+    dpo_label_smoothing: float = flag(
+        "dpo: the share of pairs in the wrong order that the loss robust expects", 0.0, at_least=0, below=0.5
+    )
+    simpo_gamma: float = flag("simpo: the margin of rewards that a pair should have", 0.5, at_least=0)
+    desirable_weight: float = flag("kto: weight of the loss of desirable answers", 1.0, at_least=0)
+    undesirable_weight: float = flag("kto: weight of the loss of undesirable answers", 1.0, at_least=0)
     precision: Precision = flag(
         "dtype of weights and activations; masters stay fp32; fp8: bf16 with fp8 matmuls in the layers",
         "bf16",
@@ -300,7 +308,12 @@ class RunConfig:
     @property
     def is_packed(self) -> bool:
         """Whether several sequences share a row: packed samples, or both sequences of a pair."""
-        return self.data.packing or self.training.objective == "dpo"
+        return self.data.packing or self.row_kind != "conversation"
+
+    @property
+    def row_kind(self) -> RowKind:
+        """Kind of rows that the objective reads."""
+        return ROW_KINDS.get(self.training.objective, "conversation")
 
     @property
     def etp_size(self) -> int:

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.choices import RowKind
 from patch.config.data_spec import DataPart, sets_of
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.order import Blend, Concatenation, format_passes, weights_of
-from patch.data.packing import PackingSummary, PairSource, packed
+from patch.data.packing import SOURCES, PackingSummary, PairSource, packed
 from patch.data.samples import SampleSource
 from patch.data.sft.options import sft_options
 from patch.data.sft.source import SftSource, load_sft
@@ -54,7 +55,7 @@ def build_datasets(
     num_train_samples: Callable[[int], int],
     seed: int,
     index_folder: StrPath,
-    pairs: bool = False,
+    row_kind: RowKind = "conversation",
 ) -> DataSets:
     """Read all data sets. A collective over the job. With raw rows, the tokenizer gets its chat template.
 
@@ -64,7 +65,7 @@ def build_datasets(
         num_train_samples: maps the samples of one pass over the training sets to the samples of the run.
         seed: decides the order of samples from several sets or from a pre-training set.
         index_folder: folder of the index files of pre-training sets; all ranks must share it.
-        pairs: whether each row has two answers.
+        row_kind: kind of rows that the objective reads.
     Raises:
         DataError: on all ranks, if data or tokenizer are refused, or two ranks have read different data.
     """
@@ -88,7 +89,7 @@ def build_datasets(
             sizes = {"sequence_length": model.seq_length, "vocab_size": model.vocab_size}
             return load_indexed_sft(path, tokenizer, **sizes)
         ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
-        return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, pairs=pairs))
+        return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, row_kind))
 
     with all_or_none():
         with about("train_data_path"):
@@ -98,7 +99,7 @@ def build_datasets(
     _check_same_everywhere((*train, *valid), sources)
     named = zip(train, sources, strict=False)
     records = [each.record(part.path) for part, each in named if isinstance(each, SftSource)]
-    sources = (_pairs if pairs else _packed)(sources, data, (*train, *valid))
+    sources = _samples(sources, data, (*train, *valid), row_kind)
     train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
     num_samples = num_train_samples(sum(map(len, train_sources)))
     joined = _joined(train, train_sources, num_samples, seed)
@@ -106,32 +107,28 @@ def build_datasets(
     return sets._replace(pairs=[source for source in sources if isinstance(source, PairSource)])
 
 
-def _packed(
-    sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart]
+def _samples(
+    sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart], row_kind: RowKind
 ) -> list[SampleSource]:
-    """Pack the sets of raw rows if the run packs. A .bin/.idx set stays as it was made."""
-    return [
-        packed(source, data.max_padding_length, part.path)
-        if data.packing and isinstance(source, SftSource)
-        else source
-        for part, source in zip(parts, sources, strict=True)
-    ]
-
-
-def _pairs(
-    sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart]
-) -> list[SampleSource]:
-    """Return the sets as samples of pairs. Sequences are numbered over all sets."""
+    """Return the sets as samples. Conversations are packed if the run packs; a .bin/.idx set stays as it was
+    made. Sequences of other kinds of rows are numbered over all sets."""
+    if row_kind not in SOURCES:
+        return [
+            packed(source, data.max_padding_length, part.path)
+            if data.packing and isinstance(source, SftSource)
+            else source
+            for part, source in zip(parts, sources, strict=True)
+        ]
     made: list[SampleSource] = []
     first = 0
     for source, part in zip(sources, parts, strict=True):
         assert isinstance(source, SftSource), "pairs_are_rows lets only rows through"
-        found = PairSource(
+        found = SOURCES[row_kind](
             source, data.max_padding_length, is_packed=data.packing, first=first, name=part.path
         )
         if data.packing:
             _logger.info("%s: %s", part.path, PackingSummary.of(found, found.packs))
-        first += len(source)
+        first += 2 * len(found.sizes)
         made.append(found)
     return made
 

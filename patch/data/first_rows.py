@@ -6,9 +6,10 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+from patch.config.choices import RowKind
 from patch.config.data_spec import files_of, parse_columns, sets_of
 from patch.config.schema import DataConfig
-from patch.data.formats import FormatOptions, to_conversation, to_pair
+from patch.data.formats import FormatOptions, to_conversation, to_pair, to_unpaired
 from patch.data.readers import read_rows
 from patch.errors import about
 from patch.storage.places import open_to_read
@@ -17,14 +18,15 @@ _MOST_FILES, _MOST_ROWS = 16, 4
 _LARGEST_LIST = 1 << 26
 
 
-def check_first_rows(data: DataConfig, *, pairs: bool) -> None:
+def check_first_rows(data: DataConfig, row_kind: RowKind) -> None:
     """Refuse a data set whose first rows have a format that a worker would refuse.
 
     Raises:
         DataError: a file cannot be read, or one of its first rows has no known format.
     """
     options = FormatOptions(parse_columns(data.columns), data.alpaca_input_join)
-    convert: Callable[..., object] = to_pair if pairs else to_conversation
+    converts: dict[RowKind, Callable[..., object]] = {"pair": to_pair, "unpaired": to_unpaired}
+    convert = converts.get(row_kind, to_conversation)
     for field, parts in sets_of(data).items():
         with about(field):
             for part in parts:

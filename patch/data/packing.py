@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from patch.data.samples import Sample
+from patch.config.choices import RowKind
+from patch.data.samples import Batch, Sample
+from patch.errors import DataError
 from patch.logger import get_logger
 
 _logger = get_logger(__name__)
@@ -109,27 +111,38 @@ class _OpenPacks:
         self._with_room[room].append(packs)
 
 
-class Conversations(Protocol):
+class Sequences(Protocol):
+    """Token sequences of conversations."""
+
+    padding: int
+    """The token id of padding."""
+
+    def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids, int32 [size + 1], and whether each token is trained, bool [size + 1]."""
+
+
+class Conversations(Sequences, Protocol):
     """Fine-tuning set before its conversations become samples (`SftSource`)."""
 
     sizes: np.ndarray
     """int64 [N]: tokens of each conversation, without the last token, which is only a label."""
     num_learned: int
     """Trained tokens of all conversations."""
-    padding: int
-    """The token id of padding."""
     fingerprint: str
     """Identifier that is equal for equal tokens."""
-
-    def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids, int32 [size + 1], and whether each token is trained, bool [size + 1]."""
 
     def place(self, index: int) -> str:
         """Return the place of a conversation in the data, see `SampleSource`."""
 
 
-def packed_sample(source: Conversations, members: Iterable[int], capacity: int) -> Sample:
-    """Return conversations as one sample of `capacity` tokens. Padding is one more sequence at the end."""
+def packed_sample(
+    source: Sequences, members: Iterable[int], capacity: int, slots: np.ndarray | None = None
+) -> Sample:
+    """Return conversations as one sample of `capacity` tokens. Padding is one more sequence at the end.
+
+    Args:
+        slots: int64 [N], tokens of each conversation with padding of its own; by default it has none.
+    """
     tokens, labels = (torch.full((capacity,), source.padding) for _ in range(2))
     loss_mask = torch.zeros(capacity)
     lengths, begin = [], 0
@@ -140,8 +153,8 @@ def packed_sample(source: Conversations, members: Iterable[int], capacity: int) 
         wide = torch.from_numpy(ids.astype(np.int64))
         tokens[part], labels[part] = wide[:-1], wide[1:]
         loss_mask[part] = torch.from_numpy(learned[1:].astype(np.float32))
-        lengths.append(size)
-        begin += size
+        lengths.append(size if slots is None else int(slots[member]))
+        begin += lengths[-1]
     if begin < capacity:
         lengths.append(capacity - begin)
     return Sample(tokens, labels, loss_mask, torch.tensor(lengths, dtype=torch.int32))
@@ -179,17 +192,24 @@ class PairSource(PackedSource):
         name: of the set, for the log.
     """
 
+    per_row = 2
+    """Conversations of a row."""
+
     def __init__(
         self, source: Conversations, capacity: int, *, is_packed: bool, first: int = 0, name: str = ""
     ) -> None:
         self.source, self.first, self.num_learned, self.name = source, first, source.num_learned, name
-        self.sizes = np.asarray(source.sizes).reshape(-1, 2).sum(axis=1)
-        """int64 [N]: tokens of each pair."""
+        self.sizes = self.sizes_of_rows(capacity)
+        """int64 [N]: tokens of each row of the data, such as a pair."""
         alone = np.arange(len(self.sizes))
         self.packs = pack(self.sizes, capacity) if is_packed else Packs(capacity, alone, alone + 1)
-        """Pairs of each sample."""
-        members = np.stack([2 * self.packs.members, 2 * self.packs.members + 1], axis=1).flatten()
-        super().__init__(source, Packs(capacity, members, 2 * self.packs.ends))
+        """Rows of each sample."""
+        members = (self.per_row * self.packs.members[:, None] + np.arange(self.per_row)).flatten()
+        super().__init__(source, Packs(capacity, members, self.per_row * self.packs.ends))
+
+    def sizes_of_rows(self, capacity: int) -> np.ndarray:
+        """Return the tokens of each row, int64 [N], at most `capacity`."""
+        return np.asarray(self.source.sizes).reshape(-1, 2).sum(axis=1)
 
     def __getitem__(self, index: int) -> Sample:
         sample, members = super().__getitem__(index), torch.from_numpy(self._packs[index])
@@ -201,7 +221,70 @@ class PairSource(PackedSource):
 
     def place(self, index: int) -> str:
         """See `SampleSource`: the places of its pairs."""
-        return " + ".join(self.source.place(2 * int(pair)) for pair in self.packs[index])
+        return " + ".join(self.source.place(self.per_row * int(row)) for row in self.packs[index])
+
+
+class UnpairedSource(PairSource):
+    """Samples of labelled answers, and of mismatched answers at the same places: see `mismatched`.
+
+    A row has two sequences, as a pair has: its own, and its prompt with the answer of the row before it. The
+    first row takes the last row's answer. `of_sequences` has the `sign` of each own sequence (1 desirable, -1
+    undesirable, 0 padding) and its `number`; the mismatched sequence has the next number.
+    """
+
+    per_row = 1
+
+    def sizes_of_rows(self, capacity: int) -> np.ndarray:
+        """Return the tokens of the longer one of both sequences of a row."""
+        self._others = _Mismatched(self.source, capacity)
+        return np.maximum(self.source.sizes, self._others.sizes)
+
+    def __getitem__(self, index: int) -> Sample:
+        rows, capacity = self.packs[index], self.packs.capacity
+        sample = packed_sample(self.source, rows, capacity, self.sizes)
+        other = packed_sample(self._others, rows, capacity, self.sizes)
+        assert sample.lengths is not None, "padding is a sequence of its own"
+        sign, number = torch.zeros(len(sample.lengths)), torch.zeros(len(sample.lengths), dtype=torch.int64)
+        labels = [self.source.conversation(int(row))[1][0] for row in rows]
+        sign[: len(rows)] = torch.tensor([1.0 if each else -1.0 for each in labels])
+        number[: len(rows)] = self.first + 2 * torch.from_numpy(rows)
+        extra = {"tokens": other.tokens, "labels": other.labels, "loss_mask": other.loss_mask}
+        return sample._replace(of_sequences={"sign": sign, "number": number}, extra_tensors=extra)
+
+
+class _Mismatched:
+    """Each prompt of a set of answers, with the answer of the row before it, cut at the end to `capacity`."""
+
+    def __init__(self, source: Conversations, capacity: int) -> None:
+        self._source, self._capacity, self.padding = source, capacity, source.padding
+        learned = (source.conversation(index)[1] for index in range(len(source.sizes)))
+        self._begins = np.array([1 + int(each[1:].argmax()) for each in learned])
+        """int64 [N]: tokens of each prompt."""
+        if len(self._begins) < 2:
+            raise DataError(
+                f"{source.place(0)} is the only one with something to learn; expected another row, whose "
+                "answer gives KTO's reference point; add rows"
+            )
+        answers = source.sizes - self._begins
+        self.sizes = np.minimum(self._begins + np.roll(answers, 1), capacity)
+
+    def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Sequences`."""
+        before = (index - 1) % len(self._begins)
+        prompt, answer = (self._source.conversation(each)[0] for each in (index, before))
+        ids = np.concatenate([prompt[: self._begins[index]], answer[self._begins[before] :]])
+        ids = ids[: self._capacity + 1]
+        return ids, np.arange(len(ids)) >= self._begins[index]
+
+
+def mismatched(batch: Batch) -> Batch:
+    """Return the micro-batch of the mismatched sequences beside those of `UnpairedSource`."""
+    of_sequences = {**batch.of_sequences, "number": batch.of_sequences["number"] + 1}
+    return batch._replace(**batch.extra_tensors, extra_tensors={}, of_sequences=of_sequences)
+
+
+SOURCES: dict[RowKind, type[PairSource]] = {"pair": PairSource, "unpaired": UnpairedSource}
+"""Sources of rows that are not conversations."""
 
 
 @dataclass(frozen=True, slots=True)

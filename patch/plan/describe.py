@@ -239,9 +239,14 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     if config.data.packing and config.data.dataset_type == "raw":  # .bin/.idx are not packed again
         packed = f"several rows share a sequence of {length} tokens"
         yield _row("packing", f"on: {packed}, a sample of the step is such a sequence")
-    if config.training.objective == "dpo":
-        once = "before the first step one forward over all sets gives their reference, unless it is kept"
-        yield _row("pairs", f"each lies in one sequence of {length} tokens; {once}")
+    if config.row_kind != "conversation":
+        parts = [f"each lies in one sequence of {length} tokens"]
+        if config.training.objective in ("dpo", "kto"):
+            once = "before the first step one forward over all sets gives their reference"
+            parts.append(f"{once}, unless it is kept")
+        if config.training.objective == "kto":
+            parts.append("a step begins with one more forward, which the plan's time leaves out")
+        yield _row("pairs" if config.row_kind == "pair" else "answers", "; ".join(parts))
     if config.data.distill_from is not None:
         if header := known_header(config.data.distill_from):
             stored = (

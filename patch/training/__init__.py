@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from patch.config.choices import ROW_KINDS
+
 if TYPE_CHECKING:
     from patch.config import RunConfig
     from patch.training.hooks.hook import TrainerHook
@@ -26,14 +28,16 @@ def _token_mean(config: RunConfig) -> Objective:
 
 
 def _preference(config: RunConfig) -> Objective:
-    from patch.training.objectives.preference import Preference
+    from patch.training.objectives.kto import Kto
+    from patch.training.objectives.preference import OddsRatio, Preference, SimpleMargin
 
-    return Preference(config)
+    objectives = {"dpo": Preference, "orpo": OddsRatio, "simpo": SimpleMargin, "kto": Kto}
+    return objectives[config.training.objective](config)
 
 
 OBJECTIVES: dict[str, Callable[[RunConfig], Objective]] = {
     **dict.fromkeys(("default", "sft", "pretrain"), _token_mean),
-    "dpo": _preference,
+    **dict.fromkeys(ROW_KINDS, _preference),
 }
 """Factories of the objectives that `--objective` names."""
 HOOKS: list[Callable[[Run], TrainerHook | None]] = []

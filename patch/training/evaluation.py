@@ -91,6 +91,7 @@ def _sums_over_set(run: Run, name: str, reader: BatchReader) -> tuple[list[float
         for index in steps:
             run.phases.enter(Phase.EVALUATION)
             batches, counted = read_global_batch(run, ahead, index, name)
+            run.data.objective.before_step(run, batches)
             sums = sum_over(run.groups.dp_cp, _sums(run, batches), run.device)
             totals = [total + each for total, each in zip(totals, sums, strict=True)]
             count += counted

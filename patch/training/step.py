@@ -84,6 +84,7 @@ def train_step(run: Run, iteration: int, before_change: Callable[[], None] = lam
     if optimizer.placement.is_offloading:  # states move, and updates on the host may begin in backward
         before_change()
     apply_placement(optimizer)
+    run.data.objective.before_step(run, work.batches)
     retry = OomRetry(optimizer, f"step {iteration + 1}")
     for _ in retry.attempts():
         run.phases.enter(Phase.FORWARD)
@@ -143,7 +144,8 @@ def _start_sums(
 
     def read() -> tuple[dict[str, float], BatchCounts]:
         *means, divisor, pairs = read_values(sums, pending, WaitClock(run.device))
-        return dict(zip(names, means, strict=True)), BatchCounts(divisor, pairs)
+        metrics = run.data.objective.logged(dict(zip(names, means, strict=True)))
+        return {**metrics}, BatchCounts(divisor, pairs)
 
     return read
 

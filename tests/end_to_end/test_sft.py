@@ -236,16 +236,47 @@ def test_packed_run_goes_on_after_a_resume_as_if_it_had_never_stopped(office: Of
     assert 10 in validation_losses(output)
 
 
-def test_preferences_are_learned_from_the_first_weights_on(office: Office, tmp_path: Path) -> None:
-    answers = [{"instruction": f"{n} plus 1?", "chosen": f"{n + 1}.", "rejected": "No"} for n in range(24)]
-    (rows := tmp_path / "pairs.json").write_text(json.dumps(answers))
-    changes = {"GLOBAL_BATCH_SIZE": 4, "TRAIN_TOKENS_OR_ITERS": 6, "LR": "1e-3"}
+ANSWERS = [{"instruction": f"{n} plus 1?", "chosen": f"{n + 1}.", "rejected": "No"} for n in range(24)]
+LABELLED = [
+    {"prompt": f"{n // 2} plus 1?", "completion": "No" if n % 2 else f"{n // 2 + 1}.", "label": n % 2 == 0}
+    for n in range(48)
+]
+
+
+def preference_line(office: Office, folder: Path, objective: str, **changes: object) -> list[str]:
+    (rows := folder / "rows.json").write_text(json.dumps(LABELLED if objective == "kto" else ANSWERS))
+    changes |= {"GLOBAL_BATCH_SIZE": 4, "TRAIN_TOKENS_OR_ITERS": 6, "LR": "1e-3"}
     paths = {"DATASET_PATH": rows, "VALID_DATASET_PATH": rows}
-    line = command(**office.positions(tmp_path / "run") | paths | changes)
-    result = call_workers(2, [*line, "--objective", "dpo", "--packing", "--dpo-beta", "0.5"])
+    line = command(**office.positions(folder / "run") | paths | changes)
+    return [*line, "--objective", objective, "--packing", "--dpo-beta", "0.5"]
+
+
+def test_preferences_are_learned_from_the_first_weights_on(office: Office, tmp_path: Path) -> None:
+    result = call_workers(2, preference_line(office, tmp_path, "dpo"))
     assert result.returncode == 0, result.stderr
     first, *_, last = training_records(tmp_path / "run")
     assert first["loss"] == pytest.approx(math.log(2)) and first["rewards/margins"] == 0
     assert last["rewards/margins"] > 0.1 and last["loss"] < 0.6
     evaluated = json.loads((tmp_path / "run/log/metrics.jsonl").read_text().splitlines()[-1])
     assert evaluated["valid_pairs"] == 24 and evaluated["valid_margin"] > 0 and "valid_accuracy" in evaluated
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo", "kto"])
+def test_killed_preferences_go_on_to_the_bit(office: Office, tmp_path: Path, objective: str) -> None:
+    line = [*preference_line(office, tmp_path, objective, SAVE_INTERVAL=2), "--export-hf"]
+    output = tmp_path / "run"
+    straight = call_workers(2, line)
+    assert straight.returncode == 0, straight.stderr
+    expected, hf = training_records(output), shutil.move(output / "hf", tmp_path / "hf")
+    assert expected[-1]["rewards/margins"] > expected[0]["rewards/margins"]
+    shutil.rmtree(output)
+    launcher = start([*line, "--max-restarts=1"], environment())
+    await_steps(output, 3, launcher)
+    os.kill(worker_of(launcher.pid, "1"), signal.SIGKILL)
+    _, messages = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0 and messages.count("restart 1 of 1") == 1, messages
+    names = [name for name in expected[0] if name.startswith(("loss", "rewards", "logps", "kl", "nll"))]
+    found = [[record[name] for name in names] for record in training_records(output)]
+    assert found == [[record[name] for name in names] for record in expected]
+    assert_same_weights(output / "hf", hf)

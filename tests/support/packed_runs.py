@@ -57,6 +57,11 @@ class Talks:
             learned[:] = False
         self._learned[number][token] = True
 
+    def be_desirable_alternately(self) -> None:
+        """Label conversations as KTO's rows are, in the first token."""
+        for index, learned in enumerate(self._learned):
+            learned[0] = index % 2 == 0
+
     def end_with_padding(self) -> None:
         """Let each conversation learn the padding id at its end, as if pad were the end token."""
         for ids in self._ids:

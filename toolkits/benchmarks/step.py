@@ -236,7 +236,7 @@ def beside_trl(run: Run, model: torch.nn.Module) -> DpoTrainer:
     config, theirs = run.config, DpoTrainer(model, run.config)
     file = Path(config.checkpoint.output_path, "pairs.json")
     file.write_text(json.dumps(theirs.rows), encoding="utf-8")
-    pairs = load_sft(file, theirs.tokenizer, config.sample_length, SftOptions(pairs=True))
+    pairs = load_sft(file, theirs.tokenizer, config.sample_length, SftOptions(row_kind="pair"))
     source = PairSource(pairs, config.sample_length, is_packed=False)
     run.data.objective = objective = Preference(config)
     objective.sets = [source]

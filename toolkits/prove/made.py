@@ -33,8 +33,11 @@ def make_data(folder: Path, run: RunConfig) -> None:
     for _ in range(_NUM_ROWS):
         prompt = [{"role": "user", "content": text(1, 3)}]
         answers = ([{"role": "assistant", "content": text(1, longest)}] for _ in range(2))
-        if run.training.objective == "dpo":
+        if run.row_kind == "pair":
             rows.append({"prompt": prompt, **dict(zip(("chosen", "rejected"), answers, strict=True))})
+        elif run.row_kind == "unpaired":
+            label = chance.random() < 0.5
+            rows.append({"prompt": prompt, "completion": next(answers), "label": label})
         elif run.training.sft:
             rows.append({"messages": prompt + next(answers)})
         else:

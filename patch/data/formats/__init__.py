@@ -1,10 +1,10 @@
 """Conversion of rows to conversations in the form that chat templates take.
 
-`to_conversation` and `to_pair` recognise the format of each row by its keys.
+`to_conversation`, `to_pair` and `to_unpaired` recognise the format of each row by its keys.
 """
 
 from patch.data.formats.keys import columns_in, missing_keys
-from patch.data.formats.rows import to_conversation, to_pair
+from patch.data.formats.rows import to_conversation, to_pair, to_unpaired
 from patch.data.formats.turns import PLAIN, Conversation, FormatOptions, Message, Text
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "missing_keys",
     "to_conversation",
     "to_pair",
+    "to_unpaired",
 ]

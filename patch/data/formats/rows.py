@@ -16,10 +16,14 @@
     {"instruction": ..., "input": ..., "history": ..., "chosen": ..., "rejected": ...}    its alpaca's: an
                                                        answer is a message, a list of messages, or a text
 
+`to_unpaired` recognises an answer and whether it is desirable. Only the completion is trained:
+
+    {"prompt": ..., "completion": ..., "label": true or false}     TRL's; texts, or lists of messages
+
 `system` and `tools` may stand beside each form except plain texts. The format of each row is recognised on
 its own. Unsupported keys that would change a row's meaning are refused; other keys are ignored.
 
-Source of pairs: `extract_prompt` and `DPOTrainer` of TRL 1.16.
+Source of pairs and labels: `extract_prompt`, `DPOTrainer` and `KTOTrainer` of TRL 1.16.
 """
 
 from __future__ import annotations
@@ -59,20 +63,25 @@ _EXPECTED = (
     "content); or text; where the rows have other names: --columns instruction=question,output=answer"
 )
 _PAIR = ("chosen", "rejected")
+_UNPAIRED = ("prompt", "completion", "label")
 _ANSWER_BEGINS = "\n\nAssistant:"
 """Begin of an answer in a transcript."""
 _EXPECTED_PAIR = (
     "chosen and rejected, beside a prompt (or messages, instruction) or with what both begin with; where the "
     "rows have other names: --columns chosen=better,rejected=worse"
 )
+_EXPECTED_UNPAIRED = (
+    "prompt, completion and label (true or false); where the rows have other names: --columns label=good"
+)
 _OPTIONAL = ("input", "history", *_SYSTEMS)
 _JOINS = {"newline": "\n", "empty": ""}
 
 _NOT_SUPPORTED = {
     **dict.fromkeys(
-        ("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages", "kto_tag"),
+        ("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages"),
         "fine-tuning would learn bad answers too; --objective dpo learns from chosen and rejected",
     ),
+    "kto_tag": "fine-tuning would learn bad answers too; --objective kto reads prompt, completion and label",
     **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), "only text can be trained"),
     "chat_template_kwargs": "every row is written by the same template (--chat-template-kwargs)",
 }
@@ -123,13 +132,7 @@ def to_pair(
         DataError: as `to_conversation`; or an answer is missing, the answers are of different forms, or two
             texts without a prompt are not transcripts with a common beginning.
     """
-    of_row, of_turns = _split_columns(options.columns)
-    if not set(of_row.values()).isdisjoint(row) or not row.keys() >= set(_PAIR):
-        row = rename(row, of_row, where)
-    _refuse(row, where, _PAIR)
-    if missing := [name for name in _PAIR if name not in row]:
-        found = missing_keys(row, _EXPECTED_PAIR, [*_KNOWN, *_PAIR])
-        raise DataError(f"{where}: --objective dpo: no key {' and no '.join(missing)}: {found}")
+    row, of_turns = _renamed(row, where, options, _PAIR, _EXPECTED_PAIR)
     key = next((name for name in (*_MESSAGES, *_PROMPTS) if not is_absent(row.get(name))), None)
     are_texts = [isinstance(row[name], str) for name in _PAIR]
     if all(are_texts) and (key is None or key == "prompt" and isinstance(row[key], str)):
@@ -152,6 +155,40 @@ def to_pair(
     context = [turn._replace(learned=False) for turn in prompt]
     chosen, rejected = (_conversation([*context, *turns], row, where) for turns in answers)
     return replace(chosen, is_answer=True), replace(rejected, is_answer=True)
+
+
+def to_unpaired(
+    row: dict[str, Any], where: str, options: FormatOptions = PLAIN
+) -> tuple[Conversation | Text, bool]:
+    """Return the conversation or text of a row, and whether its answer is desirable; only that is trained.
+
+    Raises:
+        DataError: as `to_conversation`; or a key is missing, or the label is neither true nor false.
+    """
+    row, of_turns = _renamed(row, where, options, _UNPAIRED, _EXPECTED_UNPAIRED)
+    label = row["label"]
+    if not isinstance(label, bool):
+        raise DataError(f"{where}: label is {quoted(label)}, expected true or false; convert it")
+    if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+        return Text(text_of(row, "completion", where), where, row["prompt"]), label
+    prompt = _prompt_turns(row, "prompt", where, of_turns, options.alpaca_input_join)
+    context = [turn._replace(learned=False) for turn in prompt]
+    whole = _conversation([*context, *_turns_of(row, "completion", where, of_turns)], row, where)
+    return replace(whole, is_answer=True), label
+
+
+def _renamed(
+    row: dict[str, Any], where: str, options: FormatOptions, keys: Collection[str], expected: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a row with these keys under our names, and the user's names of keys inside its turns."""
+    of_row, of_turns = _split_columns(options.columns)
+    if not set(of_row.values()).isdisjoint(row) or not row.keys() >= set(keys):
+        row = rename(row, of_row, where)
+    _refuse(row, where, keys)
+    if missing := [name for name in keys if name not in row]:
+        found = missing_keys(row, expected, [*_KNOWN, *keys])
+        raise DataError(f"{where}: no key {' and no '.join(missing)}: {found}")
+    return row, of_turns
 
 
 def _plain_texts(row: Mapping[str, Any], key: str | None, where: str) -> tuple[Text, Text]:
@@ -205,7 +242,7 @@ def _refuse(row: Mapping[str, Any], where: str, read: Collection[str] = ()) -> N
     """Refuse a row that needs something unsupported. The caller supports the keys in `read`."""
     for key in present(row, _NOT_SUPPORTED.keys() - set(read)):
         raise DataError(f"{where}: key {key} is not supported: {_NOT_SUPPORTED[key]}")
-    if isinstance(row.get("label"), bool) and ("completion" in row or "messages" in row):
+    if isinstance(row.get("label"), bool) and "label" not in read and row.keys() & {"completion", "messages"}:
         raise DataError(f"{where}: key label is not supported: {_NOT_SUPPORTED['kto_tag']}")
 
 

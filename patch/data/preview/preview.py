@@ -19,10 +19,11 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.choices import RowKind
 from patch.config.data_spec import DataPart, files_of, format_data, sets_of
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.packing import PairSource, pack
+from patch.data.packing import SOURCES, pack
 from patch.data.preview.figures import Figures, figures_of_rows
 from patch.data.preview.terminal import print_figures, print_legend, print_row, terminal
 from patch.data.preview.tokens import ShownRow, ShownToken, TokenTexts
@@ -55,8 +56,7 @@ class Preview:
 
     data: DataConfig
     tokenizer: PreTrainedTokenizerBase
-    pairs: bool = False
-    """Whether rows have two answers."""
+    row_kind: RowKind = "conversation"
     rows: list[ShownRow] = field(default_factory=list)
     sets: list[Figures] = field(default_factory=list)
 
@@ -166,12 +166,12 @@ class Preview:
             if sum(file.stat().st_size for file in files_of(part.path, _FIELD)) > _SMALL_BYTES:
                 return None
             source = load_sft(Path(part.path), tokenizer, length, replace(options, cache_dir=None))
-        if self.pairs:
-            return len(PairSource(source, length, is_packed=data.packing))
+        if self.row_kind in SOURCES:
+            return len(SOURCES[self.row_kind](source, length, is_packed=data.packing))
         return len(pack(source.sizes, length)) if data.packing else len(source)
 
     def _options(self, fallback_cache: Path) -> SftOptions:
-        return sft_options(self.data, fallback_cache, pairs=self.pairs)
+        return sft_options(self.data, fallback_cache, self.row_kind)
 
     def _of_rows(self, part: DataPart) -> Figures:
         length = self.data.max_padding_length
@@ -195,7 +195,8 @@ class Preview:
             for _, rows in start_workers(self.tokenizer, options, length)([items]):
                 for item, row in zip(items, rows, strict=True):
                     remarks = _remarks(row, options, length)
-                    yield ShownRow(item.where, _samples(row, texts), remarks, self.pairs, has_label=True)
+                    is_pair = self.row_kind == "pair"
+                    yield ShownRow(item.where, _samples(row, texts), remarks, is_pair, has_label=True)
 
 
 def _items(files: Sequence[Path]) -> Iterator[Item]:
@@ -222,12 +223,14 @@ def _numbered(files: Sequence[Path], number: int) -> list[Item]:
 def _samples(row: TokenizedRow, texts: TokenTexts) -> list[list[ShownToken]]:
     ends = np.cumsum(row.sizes)[:-1]
     ids = np.split(np.frombuffer(row.ids, np.int32), ends)
-    learned = np.split(np.frombuffer(row.learned, bool), ends)
+    learned = [each & (np.arange(len(each)) > 0) for each in np.split(np.frombuffer(row.learned, bool), ends)]
     return [texts.shown(*sample) for sample in zip(ids, learned, strict=True) if len(sample[0])]
 
 
 def _remarks(row: TokenizedRow, options: SftOptions, length: int) -> list[str]:
     remarks = []
+    if options.row_kind == "unpaired" and row.sizes:
+        remarks.append("desirable" if row.learned[0] else "undesirable")
     if row.dropped is not None:
         remarks.append(f"dropped: {row.dropped}")
     elif row.longest > length:
@@ -241,7 +244,7 @@ def _remarks(row: TokenizedRow, options: SftOptions, length: int) -> list[str]:
 
 def show_data(
     data: DataConfig, model: ModelConfig, tokenizer: str | None, *, sft: bool, output: Path, stream: TextIO,
-    pairs: bool = False,
+    row_kind: RowKind = "conversation",
 ) -> int | None:
     """Show the first row or document that a run reads, and the samples of its training sets. Write no file.
 
@@ -252,8 +255,8 @@ def show_data(
     """
     loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, model.vocab_size)
-    whole, known = Preview(data, loaded, pairs), []
-    first = Preview(replace(data, train_data_path=format_data(whole.parts[:1])), loaded, pairs)
+    whole, known = Preview(data, loaded, row_kind), []
+    first = Preview(replace(data, train_data_path=format_data(whole.parts[:1])), loaded, row_kind)
     first.show_rows(terminal(stream), max_lines=_FEW_LINES)
     for part in whole.parts:
         with about(_FIELD):

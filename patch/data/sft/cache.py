@@ -54,7 +54,8 @@ while no run is starting; it is made again when needed. A folder in sets/ that b
 
 TYPES: dict[str, type[np.generic]] = {"ids": np.int32, "learned": np.bool_, "ends": np.int64}
 """Arrays of a set, 5 bytes per token. ids int32 [T]: tokens of all samples, concatenated. learned bool [T]:
-whether the loss covers the token. ends int64 [N]: end of each sample in `ids`."""
+whether the loss covers the token; the first token of an unpaired answer has its label instead. ends int64
+[N]: end of each sample in `ids`."""
 
 
 class TokenWriter:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.choices import LongSamples
+from patch.config.choices import LongSamples, RowKind
 from patch.config.data_spec import parse_columns
 from patch.config.schema import DataConfig
 from patch.data.formats import FormatOptions
@@ -55,8 +55,8 @@ class SftOptions:
     """Rules for making samples from rows, and resources for the work."""
 
     format: FormatOptions = field(default_factory=FormatOptions)
-    pairs: bool = False
-    """Whether each row has a preferred and a rejected answer, and gives two sequences."""
+    row_kind: RowKind = "conversation"
+    """Kind of rows. A pair gives two sequences; the label of an unpaired answer is in its first token."""
     render: RenderOptions = field(default_factory=RenderOptions)
     """Trained turns, and the meaning of special tokens in the rows."""
     long_samples: LongSamples = "cut-end"
@@ -68,7 +68,7 @@ class SftOptions:
     """Folder of the token cache, or None to keep the tokens in memory."""
 
 
-def sft_options(data: DataConfig, fallback_cache: Path, *, pairs: bool) -> SftOptions:
+def sft_options(data: DataConfig, fallback_cache: Path, row_kind: RowKind) -> SftOptions:
     """Return the options of a run. `fallback_cache` is for a user whose own cache folder cannot be written.
 
     Raises:
@@ -76,7 +76,7 @@ def sft_options(data: DataConfig, fallback_cache: Path, *, pairs: bool) -> SftOp
     """
     return SftOptions(
         format=FormatOptions(parse_columns(data.columns), data.alpaca_input_join),
-        pairs=pairs,
+        row_kind=row_kind,
         render=RenderOptions(data.train_on, data.allow_special_tokens),
         long_samples=data.long_samples,
         max_dropped_share=data.max_dropped_share,
@@ -87,12 +87,13 @@ def sft_options(data: DataConfig, fallback_cache: Path, *, pairs: bool) -> SftOp
 
 def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> dict[str, str]:
     """Return all that decides a set's tokens except its rows: names for messages, and values or hashes."""
+    kind = options.row_kind
     backend = tokenizer.backend_tokenizer.to_str().encode()
     named_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return {
         "the rules of this program": str(TOKEN_RULES),
         **{package: version(package) for package in _PACKAGES},
-        **({"the objective": "pairs"} if options.pairs else {}),
+        **({} if kind == "conversation" else {"the objective": "pairs" if kind == "pair" else kind}),
         "the settings of the data": _hash(
             [asdict(options.format), asdict(options.render), options.long_samples, length]
         ),

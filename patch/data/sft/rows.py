@@ -8,12 +8,12 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import Conversation, Text, columns_in, to_conversation, to_pair
+from patch.data.formats import Conversation, Text, columns_in, to_conversation, to_pair, to_unpaired
 from patch.data.rendering import ChatRenderer, Span, SpanEncoder
 from patch.data.sft.options import SftOptions
 from patch.data.sft.truncation import Headers, Tokens, cut
@@ -43,7 +43,7 @@ class TokenizedRow(NamedTuple):
     ids: bytes
     """Bytes of int32 [T]. Bytes go to another process faster than an array."""
     learned: bytes
-    """Bytes of bool [T]; False for the first token of each sample, which is never a label."""
+    """Bytes of bool [T]. The first token of each sample is never trained: it has an unpaired row's label."""
     sizes: list[int]
     """Ids of each sample; the sum is T."""
     num_learned: int
@@ -71,6 +71,7 @@ class RowTokenizer:
         self._begin_of_text = tokenizer.bos_token_id
         self._end_of_text = tokenizer.eos_token or ""
         self._options, self._length = options, length
+        self._kind = options.row_kind
 
     def __call__(self, item: Item) -> TokenizedRow:
         """Return the samples of one row.
@@ -79,11 +80,7 @@ class RowTokenizer:
             DataError: the row has no known format, or cannot be rendered or encoded.
         """
         value = pickle.loads(item.value)
-        rows: Sequence[Conversation | Text] = (
-            to_pair(value, item.where, self._options.format)
-            if self._options.pairs
-            else [to_conversation(value, item.where, self._options.format)]
-        )
+        rows, label = self._read(value, item.where)
         is_special, is_partly_encoded = any(map(self.renderer.holds_special_token, rows)), False
         whole: list[Tokens] = []
         samples = [spans for row in rows for spans in self.renderer.samples(row)]
@@ -93,16 +90,22 @@ class RowTokenizer:
             whole.append(tokens)
         num_learned = sum(map(_num_learned, whole))
         sizes = [len(tokens.ids) - 1 for tokens in whole if _num_learned(tokens)]
-        if self._options.pairs:
+        if self._kind != "conversation" and len(whole) > len(rows):
+            raise DataError(
+                f"{rows[0].where}: the chat template writes earlier answers differently after later turns, "
+                "expected one sequence per answer; set --train-on last",
+                field="train_on",
+            )
+        if self._kind == "pair":
             longest = sum(sizes) if len(sizes) == len(rows) else 0
             kept = self._cut_pair(whole, rows) if longest else []
         else:
             longest = max(sizes, default=0)
             kept = [part for tokens in whole for part in self._cut(tokens, rows[0], self._length)]
             kept = [tokens for tokens in kept if _num_learned(tokens)]
+        num_kept = sum(map(_num_learned, kept))
         for tokens in kept:
-            tokens.learned[0] = False
-        num_kept = sum(int(np.count_nonzero(tokens.learned)) for tokens in kept)
+            tokens.learned[0] = label
         return TokenizedRow(
             b"".join(tokens.ids.tobytes() for tokens in kept),
             b"".join(tokens.learned.tobytes() for tokens in kept),
@@ -116,6 +119,15 @@ class RowTokenizer:
             columns_in(value, self._options.format.columns),
         )
 
+    def _read(self, value: dict[str, Any], where: str) -> tuple[Sequence[Conversation | Text], bool]:
+        """Return the conversations or texts of a row, and its label; False without one."""
+        if self._kind == "pair":
+            return to_pair(value, where, self._options.format), False
+        if self._kind == "unpaired":
+            row, label = to_unpaired(value, where, self._options.format)
+            return [row], label
+        return [to_conversation(value, where, self._options.format)], False
+
     def _cut(self, tokens: Tokens, row: Conversation | Text, length: int) -> list[Tokens]:
         if len(tokens.ids) <= length + 1:
             return [tokens]
@@ -125,12 +137,6 @@ class RowTokenizer:
     def _cut_pair(self, whole: list[Tokens], rows: Sequence[Conversation | Text]) -> list[Tokens]:
         """Return both sequences if they fit into one sample and both have trained tokens, else none. If they
         are too long, truncate both to half a sample, or one to the room that the shorter one leaves."""
-        if len(whole) > len(rows):
-            raise DataError(
-                f"{rows[0].where}: the chat template writes earlier answers differently after later turns, "
-                "expected one sequence per answer; set --train-on last",
-                field="train_on",
-            )
         sizes = [len(tokens.ids) - 1 for tokens in whole]
         if sum(sizes) > self._length:
             most = max(self._length - min(sizes), self._length // 2)
@@ -148,7 +154,7 @@ class RowTokenizer:
 
     def _why_dropped(self, longest: int) -> str:
         if not longest:
-            return "nothing to learn" + (" in an answer of the pair" if self._options.pairs else "")
+            return "nothing to learn" + (" in an answer of the pair" if self._kind == "pair" else "")
         if self._options.long_samples == "drop":
             return f"over {self._length} tokens"
         return f"nothing to learn in the {self._length} tokens that are kept"

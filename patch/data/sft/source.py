@@ -204,7 +204,7 @@ def tokenize(
         length,
         options.long_samples,
         options.render.allow_special_tokens,
-        options.pairs,
+        options.row_kind == "pair",
         unseen_columns=dict(options.format.columns),
     )
     names = dict(zip(files, names_of(files), strict=True))

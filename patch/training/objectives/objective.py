@@ -36,8 +36,6 @@ class Objective:
     has_token_losses = False
     """Whether `report` gets the loss of each token [B, S], masked or not, with autograd. Otherwise it gets
     the weighted sum, whose gradient is known before forward: one matrix product less in the output layer."""
-    reads_pairs = False
-    """Whether rows have a chosen and a rejected answer."""
     groups: ProcessGroupCollection
     """This rank's process groups, set by `prepare`."""
 
@@ -55,7 +53,7 @@ class Objective:
         config, output = self.config, Path(self.config.checkpoint.output_path)
         return show_data(
             config.data, config.model, config.tokenizer_folder, sft=config.training.sft, output=output,
-            stream=stream, pairs=self.reads_pairs,
+            stream=stream, row_kind=config.row_kind,
         )  # fmt: skip
 
     def build_datasets(self, tokenizer: Any, num_train_samples: Callable[[int], int]) -> DataSets:
@@ -67,7 +65,7 @@ class Objective:
         return build_datasets(
             config.data, config.model, tokenizer, sft=config.training.sft, seed=config.training.seed,
             num_train_samples=num_train_samples,
-            index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER, pairs=self.reads_pairs,
+            index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER, row_kind=config.row_kind,
         )  # fmt: skip
 
     def goes_on(self, run: Run) -> bool:
@@ -83,6 +81,15 @@ class Objective:
         An objective may compute a reference here (`run_schedule` inside `evaluating`), or read it on resume.
         """
         self.groups = run.groups
+
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        """Compute what the losses of a global batch share; a collective over the job.
+
+        This runs before the first forward of each step and of each global batch of an evaluation.
+
+        Args:
+            batches: this rank's micro-batches, on the host.
+        """
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Build a micro-batch of whole samples on the host; it is then cut for each context-parallel rank."""
@@ -124,6 +131,10 @@ class Objective:
         """
         mask = batch.loss_mask
         return {"loss": (sum_aligned(output * mask, mask) if self._is_aligned else output) / divisor}
+
+    def logged(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the metrics of a step, including `loss`, from its means; -inf on stages before the last."""
+        return means
 
     def evaluated(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics, including `valid_loss`, from the means over one validation set or all sets."""

@@ -1,130 +1,71 @@
-"""Direct preference optimization (arXiv:2305.18290) as in TRL: the chosen answer gains on the rejected one.
+"""Objectives of pairs, as in TRL: the chosen answer of a pair gains on the rejected one.
 
-The gain of a sequence is the sum of the log-probabilities of its learned tokens, minus the same sum under the
-run's start weights. The sums under the start weights are the reference. They are computed once, with the
-kernels and rows of training, and kept beside the token cache:
+    DPO      arXiv:2305.18290   by the sums of log-probabilities, beside those of the start weights
+    SimPO    arXiv:2405.14734   by the means over tokens, with a margin; no reference
+    ORPO     arXiv:2403.07691   by the odds of these means, and the chosen sequence's SFT loss; no reference
 
-    CACHE/references/KEY            SHA-256, then float32 [2 N]: of all sequences of a set
-    RUN/reference.json              the KEY of each set, by the hash of its tokens
-
-KEY is a checksum of the start weights, then a hash of the set's tokens and of the settings that decide the
-bits of a sum. So a run with another learning rate reads the same reference; another TP size computes its own.
-A resumed run reads its original reference at any layout. If it is gone, the start weights are loaded again.
-
-Source of the losses: `DPOTrainer` of TRL 1.16.
+Source of the losses: `DPOTrainer`, and of `trl.experimental` `CPOTrainer` and `ORPOTrainer`, of TRL 1.16.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from hashlib import sha256
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from patch.config.schema import RunConfig
-from patch.data import Batch, BatchReader, DataSets
-from patch.data.order import read_ahead
-from patch.data.packing import PairSource
-from patch.data.sft.options import sft_options
-from patch.distributed.collectives import from_rank_0
-from patch.distributed.context_group import Zigzag
-from patch.errors import CheckpointError, DataError
-from patch.logger import get_logger
-from patch.progress import LineTimer
-from patch.storage.atomic import write_atomically
-from patch.storage.names import DATA_CACHE_FOLDER, REFERENCE_FILE
-from patch.storage.text_files import read_json, read_small
-from patch.training.evaluation import evaluating, forward_only, read_global_batch
-from patch.training.guards.phases import Phase
+from patch.data import Batch
+from patch.distributed.collectives import sum_over
 from patch.training.objectives.objective import Objective
-from patch.training.run_state import base_checksum, checksum
+from patch.training.objectives.reference import ReferenceObjective
 
 if TYPE_CHECKING:
     from patch.training.setup import Run
 
-_FOLDER = "references"
-_HASH_BYTES = 32
-_KEY = re.compile("[0-9a-f]{16}-[0-9a-f]{32}")
-_logger = get_logger(__name__)
+_LARGEST_LOG = -1e-7
+"""The logarithm of the largest probability whose odds are finite in float32."""
 
 
-class Preference(Objective):
-    """The mean DPO loss over pairs of a chosen and a rejected sequence."""
+class Scores(NamedTuple):
+    """Values of the n sequences of a micro-batch, [n] each."""
 
-    unit, has_token_losses, reads_pairs = "pairs", True, True
-    reported = (
+    sums: torch.Tensor
+    """Log-probabilities of the learned tokens."""
+    reported: torch.Tensor
+    """Values whose means are `logps/chosen` and `logps/rejected`."""
+    values: torch.Tensor
+    """Values that are compared; beta times a value is a reward."""
+
+
+class PairObjective(Objective):
+    """A mean loss over pairs of a chosen and a rejected sequence."""
+
+    unit, has_token_losses = "pairs", True
+    reported: Sequence[str] = (
         "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
         "logps/chosen", "logps/rejected",
     )  # fmt: skip
-    """TRL's names; a reward is beta times a gain."""
+    """TRL's names."""
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
-        self.sets: Sequence[PairSource] = ()
-        """All sets; their sequences are numbered consecutively."""
-        self.reference = torch.zeros(0)
-        """float32 [total sequences]: the reference sum of each sequence, by sequence number."""
-        output = Path(config.checkpoint.output_path)
-        options = sft_options(config.data, output / DATA_CACHE_FOLDER, pairs=True)
-        self._cache = Path(str(options.cache_dir)) / _FOLDER
-        self._keys_file = output / REFERENCE_FILE
+    def scores(self, sums: torch.Tensor, batch: Batch) -> Scores:
+        """Return the scores of the sequences, from the sums of their log-probabilities."""
+        means = sums / self.learned(batch)
+        return Scores(sums, means, means)
 
-    def build_datasets(self, tokenizer: Any, num_train_samples: Callable[[int], int]) -> DataSets:
-        """See `Objective`."""
-        sets = super().build_datasets(tokenizer, num_train_samples)
-        self.sets = sets.pairs
-        return sets
+    def losses(self, margins: torch.Tensor, scores: Scores, batch: Batch) -> torch.Tensor:
+        """Return the loss of each pair [n], at its chosen sequence. `margins` are differences of rewards."""
+        raise NotImplementedError
 
-    def goes_on(self, run: Run) -> bool:
-        """Return whether the original reference of a resumed run is available."""
-        keys = from_rank_0(partial(_keys_in, self._keys_file))
-        own = [(keys.get(each.source.fingerprint), each) for each in self.sets]
-        found = from_rank_0(lambda: [self._stored(*each) for each in own])
-        values = [each for each in found if each is not None]
-        if len(values) < len(self.sets):
-            return False
-        self.reference = torch.cat(values).to(run.device)
-        return True
+    def learned(self, batch: Batch) -> torch.Tensor:
+        """Return the number of learned tokens of each sequence, at least 1."""
+        return self.sums_of_sequences(batch.loss_mask, batch).clamp(min=1)
 
-    def prepare(self, run: Run) -> None:
-        """Read the reference, or compute it with the current weights.
-
-        Raises:
-            CheckpointError: a resumed run began with other or unknown weights.
-            DataError: the reference cannot be written.
-        """
-        super().prepare(run)
-        size = sum(2 * len(each.sizes) for each in self.sets)
-        if len(self.reference) == size:
-            return
-        adapter = run.config.adapter
-        is_base = adapter.is_on and not adapter.lora_load  # new adapters do not change the output
-        of_weights = base_checksum if is_base else checksum
-        weights = of_weights(run.stages, run.optimizer)
-        if run.start_iteration:
-            self._check(weights, from_rank_0(partial(_keys_in, self._keys_file)))
-        keys, values = {}, []
-        self.reference = torch.zeros(size, device=run.device)
-        for source in self.sets:
-            key = keys[source.source.fingerprint] = f"{weights}-{self._conditions(source)}"
-            found = from_rank_0(partial(self._stored, key, source))
-            if found is None:
-                found = self._computed(run, source)
-                content = found.numpy().tobytes()
-                kept = sha256(content).digest() + content
-                from_rank_0(partial(_write, self._cache / key, kept, "cache_dir"))
-            values.append(found.to(run.device))
-        self.reference = torch.cat(values)
-        written = (json.dumps(keys, indent=1) + "\n").encode()
-        from_rank_0(partial(_write, self._keys_file, written, "output_path"))
+    def shares(self, batch: Batch, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weight of each sequence in a mean over chosen and in a mean over rejected sequences."""
+        sign, count = batch.of_sequences["sign"], divisor * self.groups.cp.size()
+        return sign.clamp(min=0) / count, sign.clamp(max=0) / -count
 
     def count(self, batch: Batch) -> float:
         """Return the number of pairs, divided by CP."""
@@ -135,114 +76,92 @@ class Preference(Objective):
 
         The rejected sequence follows the chosen sequence of its pair, so neighbours are compared.
         """
-        sign, beta, training = batch.of_sequences["sign"], self.config.training.dpo_beta, self.config.training
-        sums = self.sums_of_sequences(-output * batch.loss_mask, batch)
-        gains = sums - self.reference[batch.of_sequences["number"]]
-        margins = beta * (gains - gains.roll(-1))
-        losses = -F.logsigmoid(margins)
-        if training.dpo_loss_type == "ipo" or training.dpo_sft_weight:
-            learned = self.sums_of_sequences(batch.loss_mask, batch).clamp(min=1)
-            if training.dpo_loss_type == "ipo":
-                means = gains / learned
-                losses = (means - means.roll(-1) - 1 / (2 * beta)) ** 2
-            losses = losses - training.dpo_sft_weight * sums / learned
-        shares = sign.clamp(min=0) / (divisor * self.groups.cp.size())
-        others = sign.clamp(max=0) / -(divisor * self.groups.cp.size())
+        beta = self.config.training.dpo_beta
+        scores = self.scores(self.sums_of_sequences(-output * batch.loss_mask, batch), batch)
+        margins = beta * (scores.values - scores.values.roll(-1))
+        shares, others = self.shares(batch, divisor)
         return {
-            "loss": (shares * losses).sum(),
-            "rewards/chosen": beta * (shares * gains).sum(),
-            "rewards/rejected": beta * (others * gains).sum(),
+            "loss": (shares * self.losses(margins, scores, batch)).sum(),
+            "rewards/chosen": beta * (shares * scores.values).sum(),
+            "rewards/rejected": beta * (others * scores.values).sum(),
             "rewards/margins": (shares * margins).sum(),
             "rewards/accuracies": (shares * (margins > 0)).sum(),
-            "logps/chosen": (shares * sums).sum(),
-            "logps/rejected": (others * sums).sum(),
-            "sums": sums,
+            "logps/chosen": (shares * scores.reported).sum(),
+            "logps/rejected": (others * scores.reported).sum(),
+            "sums": scores.sums,
         }
 
     def evaluated(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return loss, reward margin, and the share of pairs whose chosen sequence has gained more."""
+        """Return loss, reward margin, and the share of pairs whose chosen sequence has the larger reward."""
         names = {"valid_margin": "rewards/margins", "valid_accuracy": "rewards/accuracies"}
         return {"valid_loss": means["loss"]} | {key: means[name] for key, name in names.items()}
 
-    def _computed(self, run: Run, source: PairSource) -> torch.Tensor:
-        """Compute the sums [2 N] of a set's sequences in one pass over the set; the same on all ranks."""
-        config, groups, timer = self.config, run.groups, LineTimer()
-        name = source.name
-        reader = BatchReader(
-            source, micro_batch_size=config.training.micro_batch_size,
-            global_batch_size=config.training.global_batch_size, dp_rank=groups.dp.rank(),
-            dp_size=groups.dp.size(), seed=config.training.seed, shuffle=False, zigzag=Zigzag.of(groups.cp),
-            make_batch=self.collate,
-        )  # fmt: skip
-        values = torch.zeros(len(self.reference), device=run.device)
-        with evaluating(run), read_ahead(reader, range(len(reader)), config.data.data_prefetch) as ahead:
-            for index in range(len(reader)):
-                run.phases.enter(Phase.EVALUATION)
-                batches, _ = read_global_batch(run, ahead, index, name)
-                for batch, report in zip(batches, forward_only(run, batches), strict=False):
-                    is_real = batch.of_sequences["sign"] != 0
-                    values[batch.of_sequences["number"][is_real].to(run.device)] = report["sums"][is_real]
-                if timer.is_due():
-                    _logger.info("reference of %s: %d of %d steps", name, index + 1, len(reader))
-        if groups.tp.rank() or groups.cp.rank():
-            values.zero_()  # TP rank 0, CP rank 0 has the same values; stages before the last have none
-        torch.distributed.all_reduce(values)
-        _logger.info("reference of %s: %d pairs in %.0f s", name, len(source.sizes), timer.elapsed_s())
-        return values[source.first : source.first + 2 * len(source.sizes)].cpu()
 
-    def _conditions(self, source: PairSource) -> str:
-        """Hash a set's tokens and the settings that decide the bits of their sums."""
-        config, parallel = self.config, self.config.parallel
-        decides = (
-            source.source.fingerprint, config.training.precision, config.model.precision_align,
-            config.data.packing, config.training.micro_batch_size, parallel.tensor_model_parallel_size,
-            parallel.context_parallel_size, config.training.deterministic_mode,
-        )  # fmt: skip
-        return sha256(repr(decides).encode()).hexdigest()[:32]
+class Preference(PairObjective, ReferenceObjective):
+    """DPO."""
 
-    def _check(self, weights: str, keys: Mapping[str, str]) -> None:
-        if not keys:
-            raise CheckpointError(
-                f"{self._keys_file} is not there or cannot be read; expected that of the run that is "
-                "resumed: it says with which weights the run began. Bring it from that run's folder, or "
-                "start another run from the checkpoint (--load, position 22)",
-                field="output_path",
-            )
-        if then := next((key for key in keys.values() if not key.startswith(weights)), None):
-            raise CheckpointError(
-                f"{self._keys_file}: the run began with weights whose checksum is {then.partition('-')[0]}. "
-                f"Their reference is missing in {self._cache}, and --load now gives {weights}; expected the "
-                "same weights in the same precision",
-                field="load",
-            )
+    def scores(self, sums: torch.Tensor, batch: Batch) -> Scores:
+        """Compare gains over the reference."""
+        return Scores(sums, sums, self.gains(sums, batch))
 
-    def _stored(self, key: str | None, source: PairSource) -> torch.Tensor | None:
-        """Return the reference of a set under a key, or None if it is missing or damaged."""
-        file, size = self._cache / str(key), _HASH_BYTES + 8 * len(source.sizes)
-        if key is None or not os.path.lexists(file):
-            return None
-        try:
-            content = read_small(file, size)
-        except OSError:
-            content = b""
-        if len(content) != size or sha256(content[_HASH_BYTES:]).digest() != content[:_HASH_BYTES]:
-            _logger.warning("%s is damaged: it is made again", file)
-            return None
-        return torch.from_numpy(np.frombuffer(content, np.float32, offset=_HASH_BYTES).copy())
+    def losses(self, margins: torch.Tensor, scores: Scores, batch: Batch) -> torch.Tensor:
+        """Return the losses of `--dpo-loss-type`, and the SFT loss of `--dpo-sft-weight`."""
+        training, gains = self.config.training, scores.values
+        smoothing = training.dpo_label_smoothing
+        if training.dpo_loss_type == "ipo":
+            means = gains / self.learned(batch)
+            losses = (means - means.roll(-1) - 1 / (2 * training.dpo_beta)) ** 2
+        elif training.dpo_loss_type == "hinge":
+            losses = torch.relu(1 - margins)
+        elif training.dpo_loss_type == "robust":
+            flipped = smoothing * F.logsigmoid(-margins)
+            losses = (flipped - (1 - smoothing) * F.logsigmoid(margins)) / (1 - 2 * smoothing)
+        else:
+            losses = -F.logsigmoid(margins)
+        if training.dpo_sft_weight:
+            losses = losses - training.dpo_sft_weight * scores.sums / self.learned(batch)
+        return losses
 
 
-def _write(file: Path, content: bytes, field: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, content)
-    except OSError as error:
-        why = f"{error.strerror}; make room there, or name another folder"
-        raise DataError(f"the reference {file} cannot be written: {why}", field=field) from error
+class SimpleMargin(PairObjective):
+    """SimPO: TRL's CPO with `loss_type="simpo"` and `cpo_alpha=0`."""
+
+    def losses(self, margins: torch.Tensor, scores: Scores, batch: Batch) -> torch.Tensor:
+        """Ask for a margin of `--simpo-gamma`."""
+        return -F.logsigmoid(margins - self.config.training.simpo_gamma)
 
 
-def _keys_in(file: Path) -> dict[str, str]:
-    """Return the keys in reference.json; {} if the file is missing or unreadable."""
-    try:
-        return {name: key for name, key in read_json(file).items() if _KEY.fullmatch(str(key))}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
+class OddsRatio(PairObjective):
+    """ORPO.
+
+    The SFT loss is the mean over all tokens of the chosen sequences of a global batch, prompts included.
+    """
+
+    reported = (*PairObjective.reported, "nll_loss")
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._tokens_of_a_pair = 1.0
+        """Tokens of the chosen sequences of the global batch, divided by its pairs."""
+
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        """Count the tokens of the chosen sequences."""
+        tokens = 0.0
+        for batch in batches:
+            assert batch.cu_seqlens is not None, "a row has two sequences"
+            tokens += batch.cu_seqlens.diff()[batch.of_sequences["sign"] > 0].sum().item()
+        pairs = sum(map(self.count, batches)) * run.groups.cp.size()
+        tokens, pairs = sum_over(run.groups.dp, [tokens, pairs], run.device)
+        self._tokens_of_a_pair = max(tokens, 1.0) / max(pairs, 1.0)
+
+    def losses(self, margins: torch.Tensor, scores: Scores, batch: Batch) -> torch.Tensor:
+        """Compare the odds p / (1 - p), where p is the mean probability of a learned token."""
+        means = scores.values.clamp(max=_LARGEST_LOG)  # padding has 0
+        odds = means - torch.log(-torch.expm1(means))
+        return -self.config.training.dpo_beta * F.logsigmoid(odds - odds.roll(-1))
+
+    def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
+        """Add the SFT loss."""
+        report, (shares, _) = super().report(output, batch, divisor), self.shares(batch, divisor)
+        nll = (shares * self.sums_of_sequences(output, batch)).sum() / self._tokens_of_a_pair
+        return {**report, "loss": report["loss"] + nll, "nll_loss": nll}

@@ -2,6 +2,7 @@
 
     row [columns=NAME=COLUMN,...] [join=empty] {...}    the conversation of a row; * is learned
     pair [columns=...] {...}                            the two answers of a row of preferences
+    unpaired [columns=...] {...}                        the answer of a row with a label
     learn TEMPLATE [train_on=last] [allow=yes] {...}    the samples of a row; * is learned, with its tokens
     template llama|qwen "..." {...}                     the same with this template, if it is accepted
     json b'...', csv b'...'                             a file's rows, with their places
@@ -20,7 +21,7 @@ from llama3_tokenizer import tiny_tokenizer
 from tokenizer_zoo import qwen_tokenizer
 
 from patch.config.data_spec import parse_columns
-from patch.data.formats import Conversation, FormatOptions, Text, to_conversation, to_pair
+from patch.data.formats import Conversation, FormatOptions, Text, to_conversation, to_pair, to_unpaired
 from patch.data.readers import read_rows
 from patch.data.rendering import ChatRenderer, RenderOptions, SpanEncoder, unmarked
 from patch.errors import DataError
@@ -70,6 +71,9 @@ def row_lines(kind: str, text: str, tokenizer_of: Any) -> list[str]:
     if kind == "pair":
         chosen, rejected = map(conversation_lines, to_pair(value, "HERE", options))
         return ["chosen", *chosen, "rejected", *rejected]
+    if kind == "unpaired":
+        found, label = to_unpaired(value, "HERE", options)
+        return [f"label {label}", *conversation_lines(found)]
     found = to_conversation(value, "HERE", options)
     return sample_lines(tokenizer_of(template), found, given) if template else conversation_lines(found)
 
@@ -79,7 +83,7 @@ def answer(line: str, folder: Path, tokenizer_of: Any) -> str:
     try:
         if kind == "template":
             return "\n".join(template_lines(text))
-        if kind in ("row", "pair", "learn"):
+        if kind in ("row", "pair", "unpaired", "learn"):
             return "\n".join(row_lines(kind, text, tokenizer_of))
         file = folder / f"rows.{kind}"
         file.write_bytes(ast.literal_eval(text))

@@ -30,7 +30,7 @@ from patch.checks.notes import notes
 from patch.checks.rules import RULES
 from patch.config.schema import RunConfig
 from patch.data import Batch
-from patch.data.packing import PairSource
+from patch.data.packing import SOURCES, PairSource
 from patch.device import MachineFacts
 from patch.distributed.collectives import max_over_world
 from patch.distributed.context_group import Zigzag
@@ -38,9 +38,9 @@ from patch.errors import ConfigError
 from patch.features.table import CONFLICTS
 from patch.model import loss
 from patch.plan.flops import attended_pairs
+from patch.training import OBJECTIVES
 from patch.training.evaluation import evaluate
 from patch.training.objectives.distillation import Distillation
-from patch.training.objectives.preference import Preference
 from patch.training.setup import Run
 from patch.training.step import train_step
 
@@ -120,7 +120,7 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "tokens": {"alltoall": {}, "allgather": {"moe_token_dispatcher_type": "allgather"}},
     "LoRA": {"no": {}, "yes": {"lora_rank": 3}, "nf4": {"lora_rank": 3, "quantize_base": "nf4"}},
     "objective": {
-        "sft": {}, "dpo": {"objective": "dpo", "dpo_beta": 0.5},
+        "sft": {}, **{name: {"objective": name, "dpo_beta": 0.5} for name in ("dpo", "orpo", "kto")},
         "distill": {"distill_from": "a store", "distill_alpha": 0.7, "distill_temperature": 2.0},
     },
     "freeze": {"no": {}, "yes": {"freeze": r"embed|\.0\..*(mlp|moe)|o_proj|dense"}},
@@ -195,8 +195,11 @@ BY_HAND = {("1", "1"): "EttL", ("2", "1"): "Ettt|tL", ("2", "2"): "Et|tt|t|L"}
 """Stages by PP and VPP."""
 SAMPLES = {"yes": 8, "no": 16}
 """Of a step, by packing."""
-PAIRS = [15, 12, 3, 2, 10, 14, 3, 5, 5, 15, 7, 4, 9, 8, 4, 9]
-"""Tokens of the two sequences of eight pairs, which fill four packed rows: 32, 32, 31 and 30 tokens."""
+ROWS_OF = {
+    "pair": [15, 12, 3, 2, 10, 14, 3, 5, 5, 15, 7, 4, 9, 8, 4, 9],
+    "unpaired": [10, 22, 5, 9, 20, 11, 11, 5],
+}
+"""Tokens of the sequences of eight rows, which fill four packed rows."""
 
 
 def table(beginning: str) -> list[list[str]]:
@@ -265,8 +268,8 @@ class Trained(NamedTuple):
 
 def conversations(config: RunConfig, iteration: int) -> list[Batch]:
     """The micro-batches of a step: 16 conversations, in 8 packed rows or in 16; or 16 pairs, in each step."""
-    if config.training.objective == "dpo":
-        return in_batches(config, list(chain.from_iterable(pairs_of_run(config))))
+    if config.row_kind != "conversation":
+        return in_batches(config, list(chain.from_iterable(rows_of_run(config))))
     batches = batches_of(config, Talks(2 * iteration), Talks(2 * iteration + 1))
     return [taught(batch) for batch in batches] if config.data.distill_from else batches
 
@@ -278,20 +281,22 @@ def taught(batch: Batch) -> Batch:
     return batch._replace(extra_tensors={"teacher_ids": ids.int(), "teacher_logs": logs})
 
 
-def pairs_of_run(config: RunConfig) -> list[PairSource]:
-    talks = [Talks(seed, sizes=PAIRS) for seed in range(2)]
-    how = {"is_packed": config.data.packing}
-    return [PairSource(own, LENGTH, first=number * len(PAIRS), **how) for number, own in enumerate(talks)]
+def rows_of_run(config: RunConfig) -> list[PairSource]:
+    talks = [Talks(seed, sizes=ROWS_OF[config.row_kind]) for seed in range(2)]
+    for own in talks:
+        own.be_desirable_alternately()
+    source, how = SOURCES[config.row_kind], {"is_packed": config.data.packing}
+    return [source(own, LENGTH, first=16 * number, **how) for number, own in enumerate(talks)]
 
 
 def prefer(run: Run) -> None:
-    """Give a run the objective of pairs, with the reference that its layout computes."""
+    """Give a run the objective of its rows, with the reference that its layout computes."""
     config = run.config
     with TemporaryDirectory() as folder:
         checkpoint = replace(config.checkpoint, output_path=folder)
         config = replace(config, checkpoint=checkpoint, data=replace(config.data, cache_dir=folder))
-        run.data.objective = objective = Preference(config)
-        objective.sets = pairs_of_run(config)
+        run.data.objective = objective = OBJECTIVES[config.training.objective](config)
+        objective.sets = rows_of_run(config)
         objective.prepare(run)
 
 
@@ -307,7 +312,7 @@ def train(config: RunConfig) -> Trained:
         zigzag = Zigzag.of(run.groups.cp)
         reader = SeededReader(config, run.groups.dp.rank(), zigzag, conversations, num_steps=1)
         run.data.train_reader, run.data.valid_readers = reader, {"valid": reader}  # type: ignore[dict-item]
-        if config.training.objective == "dpo":
+        if config.row_kind != "conversation":
             prefer(run)
         if config.data.distill_from:
             run.data.objective = Distillation(config)

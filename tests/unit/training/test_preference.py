@@ -21,23 +21,30 @@ from small_runs import hf_llama, small_run
 from training_runs import CPU, Records, messages_from
 
 from patch import compat
+from patch.config.choices import ROW_KINDS, RowKind
 from patch.config.schema import RunConfig
 from patch.convert import export_adapter
 from patch.data import load_sft, load_tokenizer
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.packing import PairSource
 from patch.data.sft.options import SftOptions
+from patch.data.sft.source import SftSource
 from patch.distributed.groups import initialize
 from patch.errors import CheckpointError
 from patch.training.guards.phases import PhaseClock
 from patch.training.hooks.hook import Record
 from patch.training.hooks.store_records import send_records, take_records
-from patch.training.objectives.preference import Preference, _keys_in
+from patch.training.objectives.preference import Preference
+from patch.training.objectives.reference import _keys_in
 from patch.training.setup import build_run
 from patch.training.trainer import Trainer
 
 _FOLDER = os.environ.get("TRL", "")
 LENGTH, STEPS = 192, 10
+ONE_ROW = {
+    "packing": True, "micro_batch_size": 1, "global_batch_size": 1, "seq_length": 512,
+    "max_padding_length": 512,
+}  # fmt: skip
 BOUND = 1e-5
 """Of fp32 sums in another order, after updates."""
 SAID = [
@@ -71,50 +78,89 @@ FORMS = {
         both(a, b, lambda x, q=q: f"\n\nHuman: {q}\n\nAssistant: {x}") for q, a, b in SAID
     ],
 }
-LOSSES: dict[str, dict[str, Any]] = {
-    "messages": {},
-    "texts": {"dpo_loss_type": "ipo"},
-    "whole": {"dpo_sft_weight": 0.5, "micro_batch_size": 1},
-    "adapters": {"lora_rank": 4, "lora_alpha": 8.0, "precision_align": "eager"},
+TEXTS = [
+    {"prompt": question, "completion": said[number == 1], "label": number != 1}
+    for number, (question, *said) in enumerate(SAID)
+]
+TALKS = [
+    {"prompt": BEFORE + says("user", question), "completion": says("assistant", completion), "label": label}
+    for question, completion, label in (row.values() for row in TEXTS)
+]
+UNPAIRED = {"labelled": TALKS, "labelled texts": TEXTS}
+ADAPTERS = {"lora_rank": 4, "lora_alpha": 8.0}
+KTO = {"objective": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5}
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("messages", {}),
+    "ipo": ("texts", {"dpo_loss_type": "ipo"}),
+    "hinge": ("messages", {"dpo_loss_type": "hinge"}),
+    "robust": ("texts", {"dpo_loss_type": "robust", "dpo_label_smoothing": 0.2}),
+    "sft": ("whole", {"dpo_sft_weight": 0.5, "micro_batch_size": 1}),
+    "dpo adapters": ("messages", {**ADAPTERS, "precision_align": "eager"}),
+    "orpo": ("texts", {"objective": "orpo", "dpo_beta": 0.5}),
+    "orpo adapters": ("texts", {"objective": "orpo", **ADAPTERS}),
+    "simpo": ("texts", {"objective": "simpo", "dpo_beta": 2.0, "simpo_gamma": 1.0}),
+    "simpo adapters": ("texts", {"objective": "simpo", **ADAPTERS}),
+    "kto": ("labelled", KTO),
+    "kto adapters": ("labelled texts", {**KTO, **ADAPTERS}),
 }
-FORM_OF = {"adapters": "messages"}
 _TRL = """
 import json, sys
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 folder, found = sys.argv[1], {}
-class Noting(DPOTrainer):
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        steps[-1]["loss"] = steps[-1].get("loss", 0) + loss.item() / self.args.gradient_accumulation_steps
-        return loss
-    def log(self, logs, *args):
-        means = {name: sum(own) / len(own) for name, own in self._metrics["train"].items() if own}
-        steps[-1].update({name: value for name, value in means.items() if name.startswith(("rew", "logps"))})
-        steps.append({})
-        self._metrics["train"].clear()
+def noting(trainer):
+    class Noting(trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            share = loss.item() / self.args.gradient_accumulation_steps
+            steps[-1]["loss"] = steps[-1].get("loss", 0) + share
+            return loss
+        def log(self, logs, *args):
+            metrics = getattr(self, "_metrics", None) or self._stored_metrics
+            means = {name: sum(own) / len(own) for name, own in metrics["train"].items() if own}
+            kept = ("rew", "logps", "nll", "kl")
+            steps[-1].update({name: mean for name, mean in means.items() if name.startswith(kept)})
+            steps.append({})
+            metrics["train"].clear()
+    return Noting
+KINDS = {
+    "dpo": (DPOTrainer, DPOConfig, {}),
+    "kto": (KTOTrainer, KTOConfig, {}),
+    "orpo": (ORPOTrainer, ORPOConfig, {}),
+    "simpo": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0}),
+}
+NAMES = {"dpo_beta": "beta", "dpo_label_smoothing": "label_smoothing"}
+KEPT = ("simpo_gamma", "desirable_weight", "undesirable_weight")
 num_steps = int(sys.argv[2])
-for form, (rows, changes) in json.load(open(f"{folder}/request.json")).items():
+for form, (rows, asked) in json.load(open(f"{folder}/request.json")).items():
+    changes = asked or {}
     model = AutoModelForCausalLM.from_pretrained(folder)
-    own = {"ipo": {"loss_type": ["ipo"]}}.get(changes.get("dpo_loss_type"), {})
+    trainer, config, own = KINDS[changes.get("objective", "dpo")]
+    own = own | {NAMES.get(name, name): changes[name] for name in (*NAMES, *KEPT) if name in changes}
+    if "dpo_loss_type" in changes:
+        own["loss_type"] = [changes["dpo_loss_type"]]
     if "dpo_sft_weight" in changes:
         own = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, changes["dpo_sft_weight"]]}
     size = changes.get("micro_batch_size", 4)
-    config = DPOConfig(
-        f"{folder}/trl", beta=0.1, max_steps=num_steps, learning_rate=1e-3, lr_scheduler_type="constant",
+    config = config(
+        f"{folder}/trl", max_steps=num_steps, learning_rate=1e-3, lr_scheduler_type="constant",
         adam_beta2=0.95, weight_decay=0.1, per_device_train_batch_size=size, use_cpu=True,
         gradient_accumulation_steps=4 // size, bf16=False, gradient_checkpointing=False,
-        report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no", max_length=None, **own,
+        report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no", max_length=1024, **own,
     )
     steps = [{}]
     tokenizer, data = AutoTokenizer.from_pretrained(folder), Dataset.from_list(rows)
+    tokenizer.pad_token = tokenizer.eos_token
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear") if "lora_rank" in changes else None
-    trainer = Noting(model, args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora)
+    own = {"train_dataset": data, "processing_class": tokenizer, "peft_config": lora}
+    trainer = noting(trainer)(model, args=config, **own)
     if lora:
-        trainer.model.save_pretrained(f"{folder}/adapter")
-    if form not in ("transcripts", "turns"):
+        trainer.model.save_pretrained(f"{folder}/{form}")
+    if asked is not None:
         trainer.train()
     found[form] = {"steps": steps[:num_steps], "rows": list(trainer.train_dataset)}
 json.dump(found, open(f"{folder}/answer.json", "w"))
@@ -130,6 +176,11 @@ def config_of(folder: Path, name: str, **changes: Any) -> RunConfig:
         "cache_dir": str(folder / "cache"), "vocab_size": 400,
     }  # fmt: skip
     return small_run(**flags | changes)
+
+
+def load(folder: Path, form: str, row_kind: RowKind = "pair") -> SftSource:
+    tokenizer = load_tokenizer(str(folder))
+    return load_sft(folder / f"{form}.json", tokenizer, LENGTH, SftOptions(row_kind=row_kind))
 
 
 def train(config: RunConfig) -> list[Record]:
@@ -159,7 +210,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pairs")
     hf_llama(config_of(folder, "messages"), folder)
     build_tiny_tokenizer(folder, LLAMA3_CHAT_TEMPLATE)
-    for name, rows in FORMS.items():
+    for name, rows in (FORMS | UNPAIRED).items():
         (folder / f"{name}.json").write_text(json.dumps(rows))
     return folder
 
@@ -168,8 +219,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trl(folder: Path) -> dict[str, Any]:
     if not _FOLDER:
         pytest.skip("TRL names no folder with trl")
-    request = {form: [rows, LOSSES.get(form, {})] for form, rows in FORMS.items()}
-    request["adapters"] = [FORMS["messages"], LOSSES["adapters"]]
+    request: dict[str, Any] = {form: [rows, None] for form, rows in FORMS.items()}
+    request |= {form: [rows, {"objective": "kto"}] for form, rows in UNPAIRED.items()}
+    request |= {name: [(FORMS | UNPAIRED)[form], changes] for name, (form, changes) in LOSSES.items()}
     (folder / "request.json").write_text(json.dumps(request))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _TRL, str(folder), str(STEPS)],
@@ -180,42 +232,46 @@ def trl(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "answer.json").read_text())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *UNPAIRED])
 def test_tokens_are_trls(folder: Path, trl: dict[str, Any], form: str) -> None:
     """What follows the prompt is learned. Of transcripts TRL's prompt goes on into what both answers say."""
-    source = load_sft(folder / f"{form}.json", load_tokenizer(str(folder)), LENGTH, SftOptions(pairs=True))
+    is_pair = form in FORMS
+    answers = ("chosen", "rejected") if is_pair else ("completion",)
+    source = load(folder, form, "pair" if is_pair else "unpaired")
     for number, row in enumerate(trl[form]["rows"]):
         begin = len(row["prompt_ids"])
-        for place, answer in enumerate(("chosen", "rejected")):
-            ids, learned = source.conversation(2 * number + place)
+        for place, answer in enumerate(answers):
+            ids, learned = source.conversation(len(answers) * number + place)
+            assert learned[0] == row.get("label", False)
             assert ids.tolist() == row["prompt_ids"] + row[f"{answer}_ids"]
-            first = learned.tolist().index(True)
+            first = learned.tolist().index(True, 1)
             assert first == begin if form != "transcripts" else first <= begin
             assert learned[first:].all()
 
 
 def losses_of_forms(rank: int, world_size: int, folder: Path) -> dict[str, list[Record]]:
-    LOSSES["adapters"]["lora_load"] = str(folder / "adapter")  # those that PEFT has drawn
-    return {
-        form: train(config_of(folder, FORM_OF.get(form, form), output_path=f"{folder}/ten {form}", **own))
-        for form, own in LOSSES.items()
-    }
+    found = {}
+    for name, (form, own) in LOSSES.items():
+        drawn = {"lora_load": str(folder / name)} if "lora_rank" in own else {}  # by PEFT
+        found[name] = train(config_of(folder, form, output_path=f"{folder}/ten {name}", **own, **drawn))
+    return found
 
 
 def test_losses_and_rewards_are_trls(folder: Path, trl: dict[str, Any]) -> None:
     (found,) = run_distributed(losses_of_forms, 1, folder)
-    for form, records in found.items():
-        for step, (ours, theirs) in enumerate(zip(records, trl[form]["steps"], strict=True)):
-            own = {name: ours[name] for name in theirs}
-            assert own == pytest.approx(theirs, rel=BOUND, abs=BOUND), (form, step)
+    assert all(trl[name]["steps"][-1]["kl"] > 0 for name in ("kto", "kto adapters"))
+    for name, records in found.items():
+        for step, (ours, theirs) in enumerate(zip(records, trl[name]["steps"], strict=True)):
+            assert len(theirs) > 5
+            own = {name: ours.get(name, 0.0) for name in theirs}  # of SimPO nll_loss is 0
+            assert own == pytest.approx(theirs, rel=BOUND, abs=BOUND), (name, step)
 
 
 def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Of three steps, and of the last two again: records; what the log says of references; a refusal."""
     found: dict[str, Any] = {}
-    said = messages_from("INFO", "patch.training.objectives.preference")
+    said = messages_from("INFO", "patch.training.objectives.reference")
     common = {"valid_data_path": str(folder / "whole.json"), "save_interval": 1, "eval_interval": 3}
-    one_row = {"packing": True, "global_batch_size": 1, "seq_length": 512, "max_padding_length": 512}
 
     def config(output: str, **own: Any) -> RunConfig:
         changes = {"micro_batch_size": 2, "train_iters": 3, "output_path": str(folder / output)}
@@ -223,7 +279,7 @@ def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, An
         return config_of(folder, "messages", **changes)
 
     found["alone"] = train(config("alone"))
-    found["packed"] = train(config("packed", micro_batch_size=1, **one_row))
+    found["packed"] = train(config("packed", **ONE_ROW))
     cache, root = folder / "cache" / "references", folder / "alone" / "checkpoint"
     found["computed"] = len(said)
     found["adapters"] = train(config("adapters", lr=2e-3, lora_rank=4))
@@ -255,6 +311,45 @@ def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, An
     return found
 
 
+def numbers(records: list[Record]) -> list[dict[str, float]]:
+    """What the objective reports."""
+    names = ("loss", "rewards", "logps", "nll", "kl", "desirable", "valid")
+    return [{key: each for key, each in record.items() if key.startswith(names)} for record in records]
+
+
+def others_resumed(rank: int, world_size: int, folder: Path) -> dict[str, list[list[dict[str, float]]]]:
+    """Of three steps, of the last two again, and of three packed ones."""
+    found = {}
+    for kind in (name for name in ROW_KINDS if name != "dpo"):
+        form = "labelled" if kind == "kto" else "messages"
+        common = {
+            "objective": kind, "micro_batch_size": 2, "train_iters": 3, "save_interval": 1,
+            "eval_interval": 3,
+            "valid_data_path": str(folder / f"{form}.json"), "lora_rank": 4 if kind == "kto" else 0,
+        }  # fmt: skip
+        common |= KTO if kind == "kto" else {}
+        config = config_of(folder, form, **common, output_path=str(folder / kind))
+        found[kind] = [numbers(train(config))]
+        for step in (2, 3):
+            shutil.rmtree(folder / kind / "checkpoint" / f"iter_{step:07d}")
+        (folder / kind / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("1\n")
+        shutil.rmtree(folder / "cache" / "references", ignore_errors=True)
+        found[kind].append(numbers(train(config)))
+        packed = {**common, **ONE_ROW, "output_path": str(folder / f"{kind} packed")}
+        found[kind].append(numbers(train(config_of(folder, form, **packed))))
+    return found
+
+
+@pytest.mark.long
+def test_other_objectives_go_on_to_the_bit_and_packed_as_alone(folder: Path) -> None:
+    (found,) = run_distributed(others_resumed, 1, folder)
+    *_, last, _ = found["kto"][0]
+    assert last["desirable"] == 0.75 and last["kl"] > 0
+    for kind, (whole, again, packed) in found.items():
+        assert again == whole[2:], kind
+        assert [*map(dict, packed)] == [pytest.approx(each, rel=BOUND, abs=BOUND) for each in whole], kind
+
+
 RESUMED: dict[str, list[dict[str, Any]]] = {
     "pipeline, experts": [{"pp": 2, "stage": 1}, {"dp": 2, "expert_model_parallel_size": 2}],
     "tensor, context": [{"tp": 2, "sequence_parallel": True}, {"cp": 2}],
@@ -263,7 +358,7 @@ RESUMED: dict[str, list[dict[str, Any]]] = {
 
 def resumed_elsewhere(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """The last of Mixtral's three steps, here and in another layout, with the cache and without it."""
-    said, cache = messages_from("INFO", "patch.training.objectives.preference"), folder / "experts cache"
+    said, cache = messages_from("INFO", "patch.training.objectives.reference"), folder / "experts cache"
     found: dict[str, Any] = {}
     for name, (first, then) in RESUMED.items():
         root = folder / name / "checkpoint"
@@ -322,7 +417,7 @@ def test_reference_is_computed_once_and_outlives_a_resume(folder: Path) -> None:
 @pytest.mark.timeout(60)
 def test_files_of_the_reference_are_looked_at_before_they_are_read(folder: Path, tmp_path: Path) -> None:
     preference = Preference(config_of(folder, "messages", cache_dir=str(tmp_path)))
-    pairs = load_sft(folder / "messages.json", load_tokenizer(str(folder)), LENGTH, SftOptions(pairs=True))
+    pairs = load(folder, "messages")
     source = PairSource(pairs, LENGTH, is_packed=False)
     file = tmp_path / "references" / "key"
     file.parent.mkdir()
