@@ -119,7 +119,7 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     elsewhere += [f"{size_text(disk)} on a disk"] if disk else []
     count, frozen = parameters.parameters_of(config, None), parameters.frozen_of(config, None)
     beside = f", and {frozen.total} that do not train" if frozen.total else ""
-    packed = f" + {frozen.in_4_bits} in nf4 x 9 / 16" if frozen.in_4_bits else ""
+    packed = f" + {frozen.in_4_bits} in nf4 = {frozen.packed_bytes} bytes" if frozen.in_4_bits else ""
     experts = parameters.parameters_of(config, None, of_experts=True)
     of_experts = f" ({experts} of experts / {config.num_expert_copies})" if experts else ""
     weight_parts, gradient_parts, state_parts = (

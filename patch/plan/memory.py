@@ -12,7 +12,6 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS
 from patch.device import MachineFacts
-from patch.families.adapters import packed_bytes
 from patch.layout.buckets import MAX_IN_FLIGHT, NUM_BF16_SENDS_IN_FLIGHT, NUM_GATHERED_UNITS, NUM_STAGING
 from patch.plan import parameters
 from patch.plan.parameters import Unit, element_bytes, parameters_of, place_of
@@ -76,7 +75,7 @@ def all_bytes(config: RunConfig, pp_rank: int | None) -> RankBytes:
     """Return the model state on device and host together."""
     frozen, units = parameters.frozen_of(config, pp_rank), sum(u.total for u in units_of(config, pp_rank))
     weights = gathered_bytes(config, pp_rank) + frozen.dense * element_bytes(config.training.precision)
-    weights += packed_bytes(frozen.in_4_bits)
+    weights += frozen.packed_bytes
     main, is_shared = element_bytes(config.optimizer.main_grads_dtype), config.zero_stage.shards_gradients
     gradients = parameters.elements_kept_per_rank(config, pp_rank, main, is_shared=is_shared)
     return RankBytes(weights - units + _own_bytes(config, pp_rank), gradients, _state_bytes(config, pp_rank))

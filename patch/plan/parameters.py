@@ -16,7 +16,7 @@ from patch.config import ModelConfig, ParallelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
 from patch.config.experts import ExpertsConfig
 from patch.families import EVERY_LAYER, Kind, WeightRow, expert_layers, layer_matrices, weight_rows
-from patch.families.adapters import AdapterConfig, adapter_rows, base_rows, packed_bytes
+from patch.families.adapters import AdapterConfig, BaseFormat, adapter_rows, base_rows, row_bytes
 
 _T = TypeVar("_T")
 
@@ -89,6 +89,7 @@ def parameters_per_rank(
     *,
     of_experts: bool = False,
     of_base: bool = False,
+    packed: BaseFormat | None = None,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008
 ) -> list[int]:
     """Return the parameters on one rank of each pipeline stage, vocabulary padding included.
@@ -99,6 +100,7 @@ def parameters_per_rank(
     Args:
         of_experts: count only experts.
         of_base: count only matrices that may have adapters.
+        packed: count their bytes in this format in place of parameters.
         adapter: if it has a rank, count adapters in place of the model.
     """
     stages, stage_layers = parallel.pipeline_model_parallel_size, parallel.stage_layers(model.num_layers)
@@ -106,6 +108,7 @@ def parameters_per_rank(
     counts, ends = [0] * stages, [0, *accumulate(stage_layers)]
     for row in base_rows(model) if of_base else adapter_rows(model, adapter) or weight_rows(model):
         elements = _elements(row, model, parallel, experts)
+        elements = elements if packed is None else _packed_bytes(row, parallel, experts, elements, packed)
         if of_experts and row.part != "expert":
             continue
         if row.is_per_layer:
@@ -138,6 +141,8 @@ class Frozen(NamedTuple):
 
     dense: int
     in_4_bits: int
+    packed_bytes: int
+    """Bytes of those in 4 bits."""
 
     @property
     def total(self) -> int:
@@ -148,11 +153,15 @@ class Frozen(NamedTuple):
 def frozen_of(config: RunConfig, pp_rank: int | None) -> Frozen:
     """Return the frozen parameters of a pipeline rank; None: the rank with the most parameters."""
     if not config.adapter.is_on:
-        return Frozen(0, 0)
+        return Frozen(0, 0, 0)
     sections, index = (config.model, config.parallel, config.experts), place_of(config, pp_rank)
-    count, of_base = (parameters_per_rank(*sections, of_base=each)[index] for each in (False, True))
-    packed = of_base if config.adapter.quantize_base else 0
-    return Frozen(count - packed, packed)
+    count, packed = parameters_per_rank(*sections)[index], config.adapter.quantize_base
+    if packed is None:
+        return Frozen(count, 0, 0)
+    in_4_bits, num_bytes = (
+        parameters_per_rank(*sections, of_base=True, packed=each)[index] for each in (None, packed)
+    )
+    return Frozen(count - in_4_bits, in_4_bits, num_bytes)
 
 
 class Unit(NamedTuple):
@@ -179,7 +188,8 @@ def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
     parallel, experts, stage_layers = config.parallel, config.experts, config.stage_layers
     below = config.optimizer.param_persistence_threshold
     in_fp8 = config.fp8_layers if config.gathers_fp8_weights else range(0)
-    packed = {row.name for row in base_rows(model)} if config.adapter.quantize_base else set()
+    format = config.adapter.quantize_base
+    packed = {row.name for row in base_rows(model)} if format else set()
     has_two_ends = len(stage_layers) == 1 and not model.untie_embeddings_and_output_weights
     before, after, layers = [[0, 0]], [[0, 0]], [[0, 0] for _ in range(model.num_layers)]
     for row in weight_rows(model):
@@ -187,7 +197,9 @@ def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
         of_one = elements // (row.num_experts // experts.expert_model_parallel_size if is_of_expert else 1)
         if of_one < below or (has_two_ends and not row.is_per_layer):
             continue
-        num_bytes = packed_bytes(elements) if row.name in packed else elements * size
+        num_bytes = elements * size
+        if format and row.name in packed:
+            num_bytes = _packed_bytes(row, parallel, experts, elements, format)
         units = layers if row.is_per_layer else before if row.is_before_layers else after
         narrow = in_fp8 if row.is_per_layer and row.is_matrix else ()
         for index in row.layers:
@@ -229,6 +241,18 @@ def _elements(row: WeightRow, model: ModelConfig, parallel: ParallelConfig, expe
     return _part_elements(row, parallel, experts) * own_experts
 
 
+def _packed_bytes(
+    row: WeightRow, parallel: ParallelConfig, experts: ExpertsConfig, elements: int, format: BaseFormat
+) -> int:
+    """Bytes of some rows of a matrix on one rank."""
+    columns = _part_shape(row, parallel, experts)[1]
+    return elements // columns * row_bytes(columns, format)
+
+
 def _part_elements(row: WeightRow, parallel: ParallelConfig, experts: ExpertsConfig) -> int:
+    return math.prod(_part_shape(row, parallel, experts))
+
+
+def _part_shape(row: WeightRow, parallel: ParallelConfig, experts: ExpertsConfig) -> tuple[int, ...]:
     tp_size = parallel.tensor_model_parallel_size
-    return math.prod(row.shard_shape(experts.etp_size(tp_size) if row.part == "expert" else tp_size))
+    return row.shard_shape(experts.etp_size(tp_size) if row.part == "expert" else tp_size)

@@ -58,7 +58,7 @@ EXPERT_CHAIN: Layouts = {
     "one again": {},
 }
 NF4: dict[str, Any] = {
-    "lora_rank": 3, "lora_target_modules": "q_proj,v_proj,up_proj", "quantize_base": "nf4",
+    "lora_rank": 3, "lora_target_modules": "q_proj,v_proj,up_proj", "quantize_base": "nf4-double",
     "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8, "kv_channels": 16,
 }  # fmt: skip
 """A resume compares the checksum of the base: each layout has the same 4 bits."""
