@@ -54,6 +54,9 @@ Fp8Scaling = Literal["tensorwise", "delayed", "rowwise", "mxfp8", "blockwise"]
 GradientType = Literal["fp32", "bf16"]
 """dtype in which gradients are accumulated and reduced."""
 
+OptimizerName = Literal["adam", "sgd"]
+"""Optimizers, with Megatron-LM's names; adam is AdamW."""
+
 MomentType = Literal["fp32", "bf16", "8bit"]
 """dtype in which an Adam moment is stored: bf16 is rounded stochastically, 8bit has a scale per block."""
 

@@ -86,6 +86,9 @@ NF4 = Feature("nf4 weights (QLoRA)", "quantize_base", "none")
 LORA_OF_EXPERTS = Feature("LoRA of experts", "lora_rank", "0",
                           condition=lambda run: adapts_experts(run.model, run.adapter))
 DECOUPLED_LR = Feature("--decoupled-lr", "decoupled_lr", "none")
+SGD = Feature("SGD", "optimizer", "adam", on="sgd")
+FIRST_MOMENTS = Feature("first moments in fewer bytes", "exp_avg_dtype", "fp32")
+SECOND_MOMENTS = Feature("second moments in fewer bytes", "exp_avg_sq_dtype", "fp32")
 FP8 = Feature("fp8", "precision", _16_BITS, on="fp8")
 FP32 = Feature("fp32", "precision", "bf16, fp16 or fp8", on="fp32")
 FP8_GATHER = Feature("fp8 gathers of weights", "fp8_param_gather", "false")
@@ -168,6 +171,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(FP8_GATHER, LORA, "the fp8 weights are frozen, so they are never all-gathered"),
     Conflict(DECOUPLED_LR, LORA, "embedding and output layer are not trained"),
     Conflict(ALIGNMENT, NF4, "an nf4 matrix is dequantized before each matmul"),
+    Conflict(FIRST_MOMENTS, SGD, "SGD's momentum is fp32"),
+    Conflict(SECOND_MOMENTS, SGD, "SGD has no second moments"),
     Conflict(FP8, NF4, "an nf4 matrix is multiplied in bf16, fp16 or fp32"),
 )  # fmt: skip
 """All conflicts, each once, in the order in which they are refused."""

@@ -15,7 +15,7 @@ from patch.compat.torch_internals import region
 from patch.config.choices import MOMENT_BLOCK
 from patch.config.schema import OptimizerConfig
 from patch.memory import Joinable, SimulatedDevice, StagedCopier, TorchAllocator, write_values
-from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels import AdamKernel, AdamScalars, Scalars, SgdScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.low_bit_moments import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.param_groups import ParamGroup
@@ -36,7 +36,7 @@ parameter is the high bits of its master (see kernels/spec.py), an fp16 paramete
 
 def state_dtypes(config: OptimizerConfig, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the names and dtypes of the states of parameters of some dtype."""
-    moments = {"exp_avg": DTYPES[config.exp_avg_dtype], "exp_avg_sq": DTYPES[config.exp_avg_sq_dtype]}
+    moments = {name: DTYPES[kind] for name, kind in config.moments.items()}
     scaled = [name for name, dtype in moments.items() if dtype == torch.uint8]
     return moments | {scale_name(name): torch.float32 for name in scaled} | _MASTERS[param_dtype]
 
@@ -106,7 +106,7 @@ class HybridAdam:
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
         self.manager.allocate(self.state_dtypes)
-        self._scalars: list[AdamScalars] | None = None
+        self._scalars: list[Scalars] | None = None
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
         self._reductions: dict[StateChunk, list[Joinable]] = {}
@@ -271,20 +271,23 @@ class HybridAdam:
         for chunk in self._chunks_of[index]:
             yield from chunk.views(name, index, begin, end)
 
-    def _scalars_of(self, lr: float | Sequence[float], grad_scale: float, step: int) -> list[AdamScalars]:
-        return [
-            AdamScalars(
-                lr=rate,
-                beta1=self._config.adam_beta1,
-                beta2=self._config.adam_beta2,
-                eps=self._config.adam_eps,
-                weight_decay=group.weight_decay,
+    def _scalars_of(self, lr: float | Sequence[float], grad_scale: float, step: int) -> list[Scalars]:
+        config, found = self._config, list[Scalars]()
+        for rate, group in zip(group_rates(lr, self._groups), self._groups, strict=True):
+            common = {"lr": rate, "weight_decay": group.weight_decay, "grad_scale": grad_scale}
+            if config.optimizer == "sgd":
+                found.append(SgdScalars(**common, momentum=config.sgd_momentum))
+                continue
+            adam = AdamScalars(
+                **common,
+                beta1=config.adam_beta1,
+                beta2=config.adam_beta2,
+                eps=config.adam_eps,
                 step=step,
-                grad_scale=grad_scale,
-                decoupled_weight_decay=self._config.decoupled_weight_decay,
+                decoupled_weight_decay=config.decoupled_weight_decay,
             )
-            for rate, group in zip(group_rates(lr, self._groups), self._groups, strict=True)
-        ]
+            found.append(adam)
+        return found
 
 
 def _chunk_size(shards: Sequence[BucketShard], offload: Offload | None) -> int:
