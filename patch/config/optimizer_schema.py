@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from patch.config.choices import MOMENT_BYTES, GradientType, MomentType, OffloadPolicy, OptimizerName
+from patch.config.choices import (
+    MOMENT_BYTES,
+    GradientType,
+    MomentType,
+    MuonScaleMode,
+    OffloadPolicy,
+    OptimizerName,
+)
 from patch.flag_field import flag
 
 
@@ -14,10 +21,20 @@ class OptimizerConfig:
     """The optimizer and its schedule."""
 
     optimizer: OptimizerName = flag(
-        "adam: AdamW; sgd: SGD with momentum, whose weight decay is added to the gradient as in torch",
+        "adam: AdamW; sgd: SGD with momentum, whose weight decay is added to the gradient as in torch; "
+        "muon: Muon for matrices, AdamW for embedding, output layer and vectors",
         "adam",
     )
     sgd_momentum: float = flag("decay of SGD's momentum; 0: no state", 0.9, at_least=0, below=1)
+    muon_momentum: float = flag("decay of Muon's momentum", 0.95, at_least=0, below=1)
+    muon_use_nesterov: bool = flag("Muon: Nesterov's momentum", False)
+    muon_num_ns_steps: int = flag("Muon: Newton-Schulz steps", 5, at_least=1, at_most=99)
+    muon_scale_mode: MuonScaleMode = flag(
+        "Muon: factor of the rate of a matrix [O, I]; spectral: sqrt(max(O, I)); unit_rms_norm: sqrt(O / I); "
+        "shape_scaling: sqrt(max(1, O / I))",
+        "spectral",
+    )
+    muon_extra_scale_factor: float = flag("Muon: another factor of the rate; 0.2 beside AdamW", 1.0, above=0)
     lr: float = flag("highest learning rate", above=0)
     min_lr: float = flag("learning rate at the end of the cosine", 0.0, at_least=0)
     decoupled_lr: float | None = flag(

@@ -87,6 +87,8 @@ class MappedParameter(NamedTuple):
     """The table's mapping for this layer and expert."""
     dtype: torch.dtype
     """Dtype of the values; for nf4 weights the dtype of the matrix products."""
+    owner: torch.nn.Parameter
+    """The parameter itself."""
 
 
 class _Owner(NamedTuple):
@@ -224,7 +226,7 @@ def mapped_parameters(
             _check_parameter(name, parameter, key, table, experts.tp.size if match else tp_size)
             mapping, own = table[key].at(layer, expert), parameter.detach()
             dtype = own.dtype if own.is_floating_point() else stage.config.params_dtype
-            found[key, layer, expert] = MappedParameter(key, layer, expert, own, mapping, dtype)
+            found[key, layer, expert] = MappedParameter(key, layer, expert, own, mapping, dtype, parameter)
     return [found[key] for key in _in_order(table, model.num_layers) if key in found]
 
 

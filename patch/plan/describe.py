@@ -147,12 +147,13 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         f"{config.optimizer.moment_bytes:g}, and what a float32 master has beyond the weight), less what is "
         f"on the host = {optimizer}",
     )
-    trained = parameters.trained_parameters(config)
-    saved = [int(trained * num_bytes) for num_bytes in (kind.weight_bytes, memory.state_bytes(config))]
+    trained, saving = parameters.trained_parameters(config), 4 * parameters.muon_parameters(config)
+    saved = [int(trained * kind.weight_bytes), int(trained * memory.state_bytes(config)) - saving]
     yield _row(
         "checkpoint",
         f"{size_text(sum(saved))} = weights {size_text(saved[0])} + optimizer {size_text(saved[1])}",
-        f"{trained:.0f} parameters x ({kind.weight_bytes} + {memory.state_bytes(config):g} bytes); the "
+        f"{trained:.0f} parameters x ({kind.weight_bytes} + {memory.state_bytes(config):g} bytes)"
+        f"{f', less {saving} bytes: Muon has one moment' * bool(saving)}; the "
         f"weights alone are what {'adapter/' if config.adapter.is_on else 'an export'} takes",
     )
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import PRECISIONS
+from patch.config.choices import MOMENT_BYTES, PRECISIONS
 from patch.device import MachineFacts
 from patch.layout.buckets import MAX_IN_FLIGHT, NUM_BF16_SENDS_IN_FLIGHT, NUM_GATHERED_UNITS, NUM_STAGING
 from patch.plan import parameters
@@ -226,7 +226,13 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
         # The high halves of master weights, which layers do not read in this case.
         extra = _elements_in_fp8(config, pp_rank) * element_bytes("bf16")
     of_element, is_shared = state_bytes(config), config.zero_stage.shards_states
-    return parameters.elements_kept_per_rank(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
+    kept = parameters.elements_kept_per_rank(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
+    if config.optimizer.optimizer != "muon":
+        return kept
+    saved = MOMENT_BYTES["fp32"]  # of a matrix, which has one moment
+    return kept - parameters.elements_kept_per_rank(
+        config, pp_rank, saved, is_shared=is_shared, of_matrices=True
+    )
 
 
 def state_bytes(config: RunConfig) -> float:

@@ -53,6 +53,13 @@ def trained_parameters(config: RunConfig) -> float:
     return sum(row.num_elements * len(row.layers) for row in adapter_rows(config.model, config.adapter))
 
 
+def muon_parameters(config: RunConfig) -> int:
+    """Return the parameters of the whole model in matrices that Muon trains: those of layers."""
+    rows = adapter_rows(config.model, config.adapter) or weight_rows(config.model)
+    matrices = (row for row in rows if row.is_matrix and row.is_per_layer)
+    return sum(row.num_elements * len(row.layers) for row in matrices if config.optimizer.optimizer == "muon")
+
+
 def fuses_gradients(config: RunConfig, *, cuda: bool) -> bool:
     """Return whether layers add their weights' gradients to the main gradients."""
     given = config.optimizer.gradient_accumulation_fusion
@@ -89,6 +96,7 @@ def parameters_per_rank(
     *,
     of_experts: bool = False,
     of_base: bool = False,
+    of_matrices: bool = False,
     packed: BaseFormat | None = None,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008
 ) -> list[int]:
@@ -100,6 +108,7 @@ def parameters_per_rank(
     Args:
         of_experts: count only experts.
         of_base: count only matrices that may have adapters.
+        of_matrices: count only matrices of layers.
         packed: count their bytes in this format in place of parameters.
         adapter: if it has a rank, count adapters in place of the model.
     """
@@ -111,6 +120,8 @@ def parameters_per_rank(
         elements = elements if packed is None else _packed_bytes(row, parallel, experts, elements, packed)
         if of_experts and row.part != "expert":
             continue
+        if of_matrices and not (row.is_matrix and row.is_per_layer):
+            continue
         if row.is_per_layer:
             for stage, (first, last) in enumerate(pairwise(ends)):
                 counts[stage % stages] += elements * sum(first <= layer < last for layer in row.layers)
@@ -121,11 +132,17 @@ def parameters_per_rank(
     return counts
 
 
-def parameters_of(config: RunConfig, pp_rank: int | None, *, of_experts: bool = False) -> int:
-    """Return the parameters that a pipeline rank trains, or only its experts; with adapters only adapters."""
+def parameters_of(
+    config: RunConfig, pp_rank: int | None, *, of_experts: bool = False, of_matrices: bool = False
+) -> int:
+    """Return the parameters that a pipeline rank trains, or only its experts; with adapters only adapters.
+
+    `of_matrices` counts only matrices of layers.
+    """
     return parameters_per_rank(
-        config.model, config.parallel, config.experts, of_experts=of_experts, adapter=config.adapter
-    )[place_of(config, pp_rank)]
+        config.model, config.parallel, config.experts,
+        of_experts=of_experts, of_matrices=of_matrices, adapter=config.adapter,
+    )[place_of(config, pp_rank)]  # fmt: skip
 
 
 def place_of(config: RunConfig, pp_rank: int | None) -> int:
@@ -212,15 +229,24 @@ def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
 
 
 def elements_kept_per_rank(
-    config: RunConfig, pp_rank: int | None, of_element: float = 1, *, is_shared: bool, extra: int = 0
+    config: RunConfig,
+    pp_rank: int | None,
+    of_element: float = 1,
+    *,
+    is_shared: bool,
+    extra: int = 0,
+    of_matrices: bool = False,
 ) -> int:
     """Return the elements (times `of_element` bytes) of gradients or states that a rank keeps.
 
     Args:
         is_shared: whether ranks that have the same weights shard them.
         extra: further bytes of weights that are not experts.
+        of_matrices: count only matrices of layers.
     """
-    count, experts = parameters_of(config, pp_rank), parameters_of(config, pp_rank, of_experts=True)
+    count, experts = (
+        parameters_of(config, pp_rank, of_experts=each, of_matrices=of_matrices) for each in (False, True)
+    )
     others = (count - experts) * of_element + extra
     if not is_shared:
         return int(others + experts * of_element)
