@@ -8,6 +8,7 @@ from patch.checks.layout import SPLIT_ACCOUNTING_FLAGS
 from patch.config.choices import ZeroStage
 from patch.config.experts import ExpertsConfig
 from patch.config.fields import FIELDS, scalar_of, value_of
+from patch.config.optimizer_schema import OptimizerConfig
 from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -58,6 +59,10 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     sharded_by_none = config.sharding != "auto" and not config.gathers_fp8_weights
     with_policy = f" with {where('optimizer_offload_policy')} {scalar_of(config, 'optimizer_offload_policy')}"
     has_one_stage = config.virtual_pipeline_size == 1
+    of_adam = ("adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay")
+    of_muon = tuple(name for name in OptimizerConfig.__slots__ if name.startswith("muon"))
+    for names, fields in (("adam muon", of_adam), ("sgd", ("sgd_momentum",)), ("muon", of_muon)):
+        yield optimizer.optimizer not in names, fields, f" with {where('optimizer')} {optimizer.optimizer}"
     yield parallel.tensor_model_parallel_size == 1, ("sequence_parallel", "tp_comm_overlap"), " at TP=1"
     yield has_one_stage, ("num_layers_per_virtual_pipeline_stage",), ": a process has no more layers"
     yield parallel.pipeline_model_parallel_size == 1, _STAGES, " at PP=1"

@@ -18,6 +18,7 @@ compute norms of many tensors. They also tell whether an operator has a kernel, 
 - torch/_ops.py:894 asks with a private function which kernels an operator has.
 - torch/autograd/profiler.py:84 has a private flag for a running profiler. Without a profiler,
   `record_function` costs some microseconds, and a step would have hundreds of calls.
+- torch/optim/_muon.py:24 has the Newton-Schulz iteration of torch.optim.Muon as a private function.
 - torch/profiler/profiler.py takes a private class for the option to record threads that were started before
   the profiler, such as the thread that updates offloaded states.
 """
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -50,6 +52,10 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward that runs in this thread, or -1 if none runs."""
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
 """foreach_norm(tensors, order, dtype=): the norm of each tensor, summed in `dtype`."""
+newton_schulz: Callable[[torch.Tensor, tuple[float, float, float], int, float], torch.Tensor] = (
+    _zeropower_via_newtonschulz
+)
+"""newton_schulz(matrix, coefficients, steps, eps): the orthogonalized matrix, computed in bf16."""
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 """has_kernel(operator, dispatch key): whether torch was built with it."""
 

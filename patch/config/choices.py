@@ -61,6 +61,12 @@ Fp8Scaling = Literal["tensorwise", "delayed", "rowwise", "mxfp8", "blockwise"]
 GradientType = Literal["fp32", "bf16"]
 """dtype in which gradients are accumulated and reduced."""
 
+OptimizerName = Literal["adam", "sgd", "muon"]
+"""Optimizers, with Megatron-LM's names; adam is AdamW."""
+
+MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+"""Factors of Muon's rate by a matrix's shape, with Megatron-LM's names."""
+
 MomentType = Literal["fp32", "bf16", "8bit"]
 """dtype in which an Adam moment is stored: bf16 is rounded stochastically, 8bit has a scale per block."""
 

@@ -5,14 +5,38 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from patch.config.choices import MOMENT_BYTES, Decay, GradientType, MomentType, OffloadPolicy, WsdDecay
+from patch.config.choices import (
+    MOMENT_BYTES,
+    Decay,
+    GradientType,
+    MomentType,
+    MuonScaleMode,
+    OffloadPolicy,
+    OptimizerName,
+    WsdDecay,
+)
 from patch.flag_field import flag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    optimizer: OptimizerName = flag(
+        "adam: AdamW; sgd: SGD with momentum, whose weight decay is added to the gradient as in torch; "
+        "muon: Muon for matrices, AdamW for embedding, output layer and vectors",
+        "adam",
+    )
+    sgd_momentum: float = flag("decay of SGD's momentum; 0: no state", 0.9, at_least=0, below=1)
+    muon_momentum: float = flag("decay of Muon's momentum", 0.95, at_least=0, below=1)
+    muon_use_nesterov: bool = flag("Muon: Nesterov's momentum", False)
+    muon_num_ns_steps: int = flag("Muon: Newton-Schulz steps", 5, at_least=1, at_most=99)
+    muon_scale_mode: MuonScaleMode = flag(
+        "Muon: factor of the rate of a matrix [O, I]; spectral: sqrt(max(O, I)); unit_rms_norm: sqrt(O / I); "
+        "shape_scaling: sqrt(max(1, O / I))",
+        "spectral",
+    )
+    muon_extra_scale_factor: float = flag("Muon: another factor of the rate; 0.2 beside AdamW", 1.0, above=0)
     lr: float = flag("highest learning rate", above=0)
     min_lr: float = flag("learning rate at the end of the decay", 0.0, at_least=0)
     decoupled_lr: float | None = flag(
@@ -133,9 +157,16 @@ class OptimizerConfig:
         return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
     @property
+    def moments(self) -> dict[str, MomentType]:
+        """The dtype of each moment of a weight, by the name of the state."""
+        if self.optimizer == "sgd":
+            return {"exp_avg": self.exp_avg_dtype} if self.sgd_momentum else {}
+        return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+
+    @property
     def moment_bytes(self) -> float:
-        """Bytes of a weight's two moments."""
-        return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]
+        """Bytes of a weight's moments."""
+        return sum(MOMENT_BYTES[kind] for kind in self.moments.values())
 
     @property
     def saved_moment_bytes(self) -> float:

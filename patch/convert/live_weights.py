@@ -5,6 +5,7 @@ In an export all pipeline stages write at the same time, tensor by tensor.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import zlib
 from collections import deque
@@ -32,7 +33,7 @@ from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
 from patch.families.weights import table_name
-from patch.model.nf4_product import dense_shape, dequantize, quantize
+from patch.model.nf4_product import dense_shape, dequantize, quantize, scale_table
 from patch.storage.places import StrPath, local_path
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class MappedParameter(NamedTuple):
     """The table's mapping for this layer and expert."""
     dtype: torch.dtype
     """Dtype of the values; for nf4 weights the dtype of the matrix products."""
+    owner: torch.nn.Parameter
+    """The parameter itself."""
 
 
 class _Owner(NamedTuple):
@@ -224,7 +227,7 @@ def mapped_parameters(
             _check_parameter(name, parameter, key, table, experts.tp.size if match else tp_size)
             mapping, own = table[key].at(layer, expert), parameter.detach()
             dtype = own.dtype if own.is_floating_point() else stage.config.params_dtype
-            found[key, layer, expert] = MappedParameter(key, layer, expert, own, mapping, dtype)
+            found[key, layer, expert] = MappedParameter(key, layer, expert, own, mapping, dtype, parameter)
     return [found[key] for key in _in_order(table, model.num_layers) if key in found]
 
 
@@ -343,9 +346,24 @@ def import_hf(
             written = target = target if visit is None else visit(target)
             if not is_dense:
                 target = target.new_empty(dense_shape(target), dtype=each.dtype)
-            each.mapping.hf_to_megatron(target, slices, experts.tp if "#" in each.name else shard)
+            tp = experts.tp if "#" in each.name else shard
+            each.mapping.hf_to_megatron(target, slices, tp)
             if not is_dense:
-                written.copy_(quantize(target))
+                is_doubled, table = written.dtype == torch.int8, None
+                if is_doubled:
+                    table = _part_of_scales(each.mapping, [s[:].to(each.dtype) for s in slices], target, tp)
+                written.copy_(quantize(target, table))
+
+
+def _part_of_scales(
+    mapping: WeightMapping, tensors: Sequence[torch.Tensor], shard: torch.Tensor, tp: TPShard
+) -> torch.Tensor:
+    """Return the part of the whole tensors' `scale_table` that belongs to a shard [O, I]: [O, I / 16]."""
+    tables = [scale_table(tensor) for tensor in tensors]
+    hf = tuple(HFTensor("scales", (*table.shape,)) for table in tables)
+    part = shard.new_empty(len(shard), shard.shape[1] // 16, dtype=torch.float32)
+    dataclasses.replace(mapping, hf=hf).hf_to_megatron(part, tables, tp)
+    return part
 
 
 def export_hf(

@@ -125,14 +125,16 @@ def merge_adapter(
     model = model_of(folder) if run is None else run.model
     found = _of_peft(local_path(adapter), model) if is_peft or run is None else _of_run(place, run)
     source, dtype = open_checked(folder, model, None, ""), None if run is None else found.dtype
-    is_packed = _nf4_names(model) if run is not None and run.adapter.quantize_base else set()
+    format = None if run is None else run.adapter.quantize_base
+    is_packed = _nf4_names(model) if format else set()
 
     def values_of(name: str) -> torch.Tensor:
         weight = source[name][:].to(dtype or source.dtype_of(name))
         if name in is_packed:
-            from patch.model.nf4_product import dequantize, quantize  # imports megatron-core's model
+            from patch.model.nf4_product import dequantize, quantize, scale_table  # imports megatron-core
 
-            weight = dequantize(quantize(weight), weight.dtype)
+            table = scale_table(weight) if format == "nf4-double" else None
+            weight = dequantize(quantize(weight, table), weight.dtype)
         return merged(name, weight, found.factors.get, found.config.scale)
 
     dtypes = {tensor: dtype or source.dtype_of(tensor.name) for tensor in hf_tensors(model)}

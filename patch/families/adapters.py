@@ -27,8 +27,9 @@ PEFT_PREFIX = "base_model.model."
 """Prefix of tensor names in a PEFT folder."""
 MOST_RANK = 8192
 """Largest rank of an adapter: more than any weight can use."""
-BLOCK = 64
-"""Values that share a scale in nf4."""
+BLOCK, SCALES = 64, 256
+"""Values that share a scale in nf4, and the scales that share a scale with double quantization."""
+BaseFormat = Literal["nf4", "nf4-double"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +59,9 @@ class AdapterConfig:
         "targets; none: new ones",
         none="none",
     )
-    quantize_base: Literal["nf4"] | None = flag(
-        "keep the frozen matrices of the layers in nf4 (QLoRA), in blocks of 64 as bitsandbytes does",
+    quantize_base: BaseFormat | None = flag(
+        "keep the frozen matrices of the layers in nf4 (QLoRA), in blocks of 64 as bitsandbytes does; "
+        "nf4-double: with the scales of the blocks in 8 bits (bnb_4bit_use_double_quant)",
         none="none",
     )
 
@@ -173,9 +175,10 @@ def base_rows(model: ModelConfig) -> list[WeightRow]:
     return [row for row in weight_rows(model) if row.part in parts and row.is_matrix]
 
 
-def packed_bytes(elements: int) -> int:
-    """Return the bytes of whole nf4 blocks: half a byte for each value, and a float32 for each block."""
-    return elements // 2 + 4 * elements // BLOCK
+def row_bytes(columns: int, format: BaseFormat) -> int:
+    """Return the bytes of a matrix row of whole nf4 blocks (patch/model/nf4_product.py)."""
+    blocks = columns // BLOCK
+    return 36 * blocks if format == "nf4" else 33 * blocks + 4 * (blocks // SCALES + 4)
 
 
 def _targets(model: ModelConfig) -> dict[str, WeightRow]:

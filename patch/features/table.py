@@ -87,6 +87,11 @@ LORA_OF_EXPERTS = Feature("LoRA of experts", "lora_rank", "0",
                           condition=lambda run: adapts_experts(run.model, run.adapter))
 DECOUPLED_LR = Feature("--decoupled-lr", "decoupled_lr", "none")
 FROZEN = (Feature("frozen weights", "freeze", "none"), Feature("frozen weights", "train_only", "none"))
+SGD = Feature("SGD", "optimizer", "adam", on="sgd")
+MUON = Feature("Muon", "optimizer", "adam", on="muon")
+DISK_STATES = Feature("optimizer states on a disk", "offload_folder", "none")
+FIRST_MOMENTS = Feature("first moments in fewer bytes", "exp_avg_dtype", "fp32")
+SECOND_MOMENTS = Feature("second moments in fewer bytes", "exp_avg_sq_dtype", "fp32")
 FP8 = Feature("fp8", "precision", _16_BITS, on="fp8")
 FP32 = Feature("fp32", "precision", "bf16, fp16 or fp8", on="fp32")
 FP8_GATHER = Feature("fp8 gathers of weights", "fp8_param_gather", "false")
@@ -174,6 +179,11 @@ CONFLICTS: tuple[Conflict, ...] = (
     *(Conflict(each, FP8_GATHER, "a matrix in fp8 is gathered after its update") for each in FROZEN),
     Conflict(DECOUPLED_LR, LORA, "embedding and output layer are not trained"),
     Conflict(ALIGNMENT, NF4, "an nf4 matrix is dequantized before each matmul"),
+    Conflict(FIRST_MOMENTS, SGD, "SGD's momentum is fp32"),
+    Conflict(SECOND_MOMENTS, SGD, "SGD has no second moments"),
+    Conflict(FIRST_MOMENTS, MUON, "Muon's momentum is fp32"),
+    Conflict(SECOND_MOMENTS, MUON, "Muon has no second moments"),
+    Conflict(MUON, DISK_STATES, "each step would read and write the momentum of matrices twice"),
     Conflict(FP8, NF4, "an nf4 matrix is multiplied in bf16, fp16 or fp32"),
     Conflict(DISTILLATION, OWN_OBJECTIVE, "{run.training.objective} has its own loss"),
     Conflict(DISTILLATION, ALIGNMENT, "transformers' order of operations has no loss of a teacher"),

@@ -56,7 +56,7 @@ from patch.model.hf_numerics.layers import (
 )
 from patch.model.linear import Column, Row
 from patch.model.mlp import Activation, activation_called, activation_of, mlp_spec
-from patch.model.nf4_product import NF4_PRODUCT
+from patch.model.nf4_product import Nf4Product
 from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
 
 NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]]] = {
@@ -187,7 +187,7 @@ class LayerSpecBuilder:
         """
         params: dict[str, Any] = {}
         if self.config.adapter.quantize_base:
-            params["product"] = NF4_PRODUCT
+            params["product"] = Nf4Product(self.config.adapter.quantize_base)
         elif (fp8 := self._fp8_settings(number)) is not None:
             # With AC=sel, backward recomputes the norms and the MLP's activation.
             keeps_input = is_input_kept or self.upstream.recompute_granularity == "selective"
@@ -212,7 +212,8 @@ class LayerSpecBuilder:
 
     def _experts(self, shared: MLPSubmodules) -> Any:
         # `shared`: the shared expert's layers. The dispatcher communicates for the other experts' layers.
-        params = {"product": NF4_PRODUCT} if self.config.adapter.quantize_base else {}
+        base = self.config.adapter.quantize_base
+        params = {"product": Nf4Product(base)} if base else {}
         first, second = (ModuleSpec(module=kind, params=params) for kind in (Column, Row))
         own = MLPSubmodules(linear_fc1=first, linear_fc2=second)
         share = 1 / (self.config.num_micro_batches * self.groups.dp.size())

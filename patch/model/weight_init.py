@@ -24,7 +24,7 @@ from patch.config.schema import ModelConfig
 from patch.families.adapters import INSIDE
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model.llama import sharded_weights
-from patch.model.nf4_product import dense_shape, quantize
+from patch.model.nf4_product import dense_shape, quantize, scale_table
 
 # The last projections of attention and MLP get smaller values: arXiv:1909.08053, section 5.1 (after GPT-2).
 _SCALED = ("linear_proj.weight", "linear_fc2.weight")
@@ -106,8 +106,11 @@ def initialize_weights(
         whole = _draw(name, shape, std, device, is_uniform=is_uniform)
         if num_padded:
             whole = F.pad(whole, (0, 0, 0, num_padded))
-        values = whole[tuple(slice(start, start + size) for start, size in zip(offset, own, strict=True))]
-        shard.data.copy_(values if is_dense else quantize(values))
+        part = tuple(slice(start, start + size) for start, size in zip(offset, own, strict=True))
+        values, table = whole[part], None
+        if shard.data.dtype == torch.int8:
+            table = scale_table(whole)[part[0], part[1].start // 16 : part[1].stop // 16]
+        shard.data.copy_(values if is_dense else quantize(values, table))
 
 
 def _spread(key: str, shape: tuple[int, ...], model: ModelConfig) -> tuple[bool, float]:

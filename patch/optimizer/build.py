@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, CudaDevice, DiskMemory, OffloadDevice, SimulatedDevice
+from patch.optimizer.muon import Matrix
 from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.states.offload import Offload
@@ -30,6 +31,7 @@ def build_optimizer(
     param_groups: Sequence[ParamGroup] | None = None,
     host_bytes: int = UNLIMITED,
     model_state: ShardedStateDict | None = None,
+    matrices: Mapping[torch.nn.Parameter, Matrix] | None = None,
 ) -> OverlappedDistributedOptimizer:
     """Build the optimizer of some modules, with its states placed as the configuration says.
 
@@ -43,6 +45,7 @@ def build_optimizer(
         host_bytes: host memory of this process for offloaded states.
         model_state: the model's sharded_state_dict, whose entries hold the parameters themselves. It gives
             bf16 moments the same bits in every layout. None: parameters are whole and identified by name.
+        matrices: see Muon; of which matrices parameters are made. None: each is one whole matrix.
     Raises:
         ConfigError: an argument is invalid, a parameter cannot be trained, or is not in one parameter group.
         torch.OutOfMemoryError: --simulated-device-memory is too small for buffers that must be on the device.
@@ -52,8 +55,9 @@ def build_optimizer(
     device = next(chain.from_iterable(stage.parameters() for stage in stages), torch.empty(0)).device
     offload = _build_offload(config, device, host_bytes)
     optimizer = OverlappedDistributedOptimizer(
-        stages, config, zero_stage, groups or _data_parallel_groups(), offload, param_groups, model_state
-    )
+        stages, config, zero_stage, groups or _data_parallel_groups(), offload, param_groups, model_state,
+        matrices,
+    )  # fmt: skip
     if offload is not None and isinstance(offload.device, SimulatedDevice):
         optimizer.count_on(offload.device)
     return optimizer

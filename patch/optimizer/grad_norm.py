@@ -51,6 +51,7 @@ class GradNorm:
     ) -> None:
         self._parameters, self._specs, self._device = layout.held.parameters, layout.specs, layout.held.device
         self._buckets, self._groups, self._draws = buckets, groups, draws
+        self._param_groups = layout.held.groups
         parts = [bucket.buffer_group.own(bucket.range) for bucket in buckets]
         self._begins = [begin for begin, _ in parts]
         self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
@@ -184,8 +185,9 @@ class GradNorm:
 
     def _treatment(self, index: int, param: ParamRange) -> tuple[int, bool]:
         """Return a parameter's group, and whether its gradient has another reduction after the bucket's."""
-        is_tied = _is_tied(self._parameters[param.parameter])
-        return self._specs[param.parameter].group, is_tied or self._is_summed_over_tp(index, param)
+        group, is_tied = self._specs[param.parameter].group, _is_tied(self._parameters[param.parameter])
+        is_late = is_tied or self._param_groups[group].orthogonalizes
+        return group, is_late or self._is_summed_over_tp(index, param)
 
     def _is_summed_over_tp(self, index: int, param: ParamRange) -> bool:
         """Return whether each tensor-parallel rank saw a part of the tokens (megatron-core's mark)."""

@@ -17,7 +17,7 @@ megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from patch.optimizer.buckets.param_buffer import ParamBuffer
 from patch.optimizer.grad_norm import GradNorm
 from patch.optimizer.hooks import ModelHooks
 from patch.optimizer.loss_scale import loss_scale_of
+from patch.optimizer.muon import Matrix, Muon
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
 from patch.optimizer.states.hybrid_adam import HybridAdam, OptimizerReport
 from patch.optimizer.states.offload import Offload
@@ -77,6 +78,7 @@ class OverlappedDistributedOptimizer:
         offload: where states may go; None: all states stay on the parameters' device.
         param_groups: groups that contain every trainable parameter; None: `default_param_groups`.
         model_state: the model's sharded_state_dict, which says which part of a weight each parameter is.
+        matrices: see Muon.
     Raises:
         ConfigError: an argument is invalid, or a parameter cannot be trained (`TrainableParams`).
     """
@@ -90,6 +92,7 @@ class OverlappedDistributedOptimizer:
         offload: Offload | None = None,
         param_groups: Sequence[ParamGroup] | None = None,
         model_state: ShardedStateDict | None = None,
+        matrices: Mapping[torch.nn.Parameter, Matrix] | None = None,
     ) -> None:
         check_arguments(stages, zero_stage)
         if param_groups is None:
@@ -113,6 +116,7 @@ class OverlappedDistributedOptimizer:
         self._grad_norm = GradNorm(layout, grads.buckets, params, groups, draws)
         fixed_bytes = params.num_bytes + params.unit_bytes + grads.num_bytes
         self.adam = HybridAdam(self._grad_norm.shards, config, param_groups, offload, fixed_bytes)
+        self._muon = Muon(layout, self._grad_norm, self.adam, config, matrices or {})
         self.schedule = StepSchedule(
             layout, frozen, params, grads, self.adam, self._grad_norm, groups.dp_cp, self._clock
         )
@@ -122,7 +126,6 @@ class OverlappedDistributedOptimizer:
         self._states = ShardStates(
             self.adam.dtypes,
             lambda name: self._grad_norm.state_ranges(partial(self.adam.state, name)),
-            self.adam.state_dtypes,
             self.parameters,
         )
 
@@ -225,6 +228,7 @@ class OverlappedDistributedOptimizer:
         limit = self.config.clip_grad
         scale = (min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0) / self.loss_scale.value
         self.loss_scale.keep()
+        self._muon.orthogonalize(scale)
         self.schedule.update(lr, scale)
 
     def abandon_backward(self, num_micro_batches: int) -> None:
@@ -355,9 +359,9 @@ class OverlappedDistributedOptimizer:
         """
         ranges = self._grad_norm.state_ranges(self._grad_norm.gradients)
         trained, dtype = set(map(id, self.parameters)), torch_dtype(self.config.main_grads_dtype)
-        return sharded_ranges(model_state, ranges, "gradient.") | zeros_of_frozen(
-            model_state, trained, lambda _: {"": dtype}, "gradient"
-        )
+        found = sharded_ranges(model_state, ranges, "gradient.")
+        stored = {entry.key for entry in found.values()}
+        return found | zeros_of_frozen(model_state, trained, {"": dtype}, stored, "gradient")
 
 
 def _not_finite(step: int, grad_norm: float) -> TrainingError:

@@ -26,6 +26,8 @@ class ParamGroup:
     max_lr: float | None = None
     min_lr: float | None = None
     """The group's limits of the schedule, see `learning_rate`, or None to use the configuration's."""
+    orthogonalizes: bool = False
+    """Whether the update is Muon's; all parameters are matrices."""
     data_parallel_group: dist.ProcessGroup | None = None
     """The ranks that hold copies of these parameters and sum their gradients, as for experts. None: the
     job's data-parallel ranks. All ranks must have the same groups, if need be without parameters."""
@@ -41,8 +43,8 @@ def default_param_groups(
     """Apply megatron-core's rules: matrices decay; vectors (norms, biases) and any "bias" do not.
 
     With a decoupled rate (--decoupled-lr), weights that megatron-core marks as embedding or output layer form
-    separate groups. Distributed experts (marked `allreduce=False`, EP > 1) form separate groups on all ranks,
-    even on ranks without experts. With `lora_plus_ratio`, so do the matrices B of adapters.
+    separate groups. So do Muon's matrices, and with `lora_plus_ratio` the matrices B of adapters. Distributed
+    experts (marked `allreduce=False`, EP > 1) form separate groups on all ranks, even on ranks without experts.
     Source: megatron/core/optimizer/__init__.py, `get_standard_config_overrides`; there a parameter without
     dimensions decays, here it does not.
     """
@@ -51,10 +53,11 @@ def default_param_groups(
     ranks_of_experts = getattr(groups, "ep", None)  # missing without experts; None since 0.19
     if groups is not None and ranks_of_experts is not None and ranks_of_experts.size() > 1:
         of_experts = groups.expt_dp
-    members: dict[tuple[bool, dist.ProcessGroup | None, bool], list[torch.nn.Parameter]] = {
-        (*kind, decays): []
+    has_muon = config.optimizer == "muon"
+    members: dict[tuple[bool, dist.ProcessGroup | None, bool, bool], list[torch.nn.Parameter]] = {
+        (*kind, decays, is_matrix): []
         for kind in ((False, None), (False, of_experts), (is_decoupling, None))
-        for decays in (True, False)
+        for decays, is_matrix in ((True, False), (False, False), *([(True, True)] * has_muon))
     }
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -62,7 +65,8 @@ def default_param_groups(
                 is_marked = getattr(parameter, "is_embedding_or_output_parameter", False)
                 holders = None if getattr(parameter, "allreduce", True) else of_experts
                 decays = parameter.ndim > 1 and not name.endswith(".bias")
-                members[is_marked and is_decoupling, holders, decays].append(parameter)
+                is_matrix = has_muon and parameter.ndim == 2 and not is_marked
+                members[is_marked and is_decoupling, holders, decays, is_matrix].append(parameter)
     found = [
         ParamGroup(
             params,
@@ -70,8 +74,9 @@ def default_param_groups(
             max_lr=config.decoupled_lr if is_decoupled else None,
             min_lr=config.decoupled_min_lr if is_decoupled else None,
             data_parallel_group=holders,
+            orthogonalizes=is_matrix,
         )
-        for (is_decoupled, holders, decays), params in members.items()
+        for (is_decoupled, holders, decays, is_matrix), params in members.items()
     ]
     if lora_plus_ratio is None:
         return found

@@ -105,6 +105,9 @@ def _walk(module: torch.nn.Module) -> tuple[_Walk, _Walk]:
 class ManagedParams:
     """Parameters of a rank, with their names in their stages, that have places in flat buffers."""
 
+    groups: Sequence[ParamGroup] = ()
+    """The parameter groups; none of frozen parameters."""
+
     def __init__(self, stages: Sequence[torch.nn.Module], named: Named) -> None:
         self.stages, self.named = stages, named
         self.parameters = [parameter for _, parameter in named]

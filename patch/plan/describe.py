@@ -123,7 +123,7 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     elsewhere += [f"{size_text(disk)} on a disk"] if disk else []
     count, frozen = parameters.parameters_of(config, None), parameters.frozen_of(config, None)
     beside = f", and {frozen.total} that do not train" if frozen.total else ""
-    packed = f" + {frozen.in_4_bits} in nf4 x 9 / 16" if frozen.in_4_bits else ""
+    packed = f" + {frozen.in_4_bits} in nf4 = {frozen.packed_bytes} bytes" if frozen.in_4_bits else ""
     experts = parameters.parameters_of(config, None, of_experts=True)
     of_experts = f" ({experts} of experts / {config.num_expert_copies})" if experts else ""
     weight_parts, gradient_parts, state_parts = (
@@ -153,13 +153,14 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     )
     trained = parameters.trained_parameters(config)
     stored = trained if config.adapter.is_on else parameters.total_parameters(config.model)
-    saved = int(stored * kind.weight_bytes), int(trained * memory.state_bytes(config))
+    saving = 4 * parameters.muon_parameters(config)
+    saved = int(stored * kind.weight_bytes), int(trained * memory.state_bytes(config)) - saving
     of_frozen = f" + {stored - trained:.0f} frozen x {kind.weight_bytes}" if stored > trained else ""
     yield _row(
         "checkpoint",
         f"{size_text(sum(saved))} = weights {size_text(saved[0])} + optimizer {size_text(saved[1])}",
         f"{trained:.0f} parameters x ({kind.weight_bytes} + {memory.state_bytes(config):g} bytes)"
-        f"{of_frozen}; the "
+        f"{of_frozen}{f', less {saving} bytes: Muon has one moment' * bool(saving)}; the "
         f"weights alone are what {'adapter/' if config.adapter.is_on else 'an export'} takes",
     )
 

@@ -10,9 +10,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import PRECISIONS
+from patch.config.choices import MOMENT_BYTES, PRECISIONS
 from patch.device import MachineFacts
-from patch.families.adapters import packed_bytes
 from patch.layout.buckets import (
     CHUNK_UNIT,
     MAX_IN_FLIGHT,
@@ -85,7 +84,7 @@ def all_bytes(config: RunConfig, pp_rank: int | None) -> RankBytes:
     """Return the model state on device and host together."""
     frozen, units = parameters.frozen_of(config, pp_rank), sum(u.total for u in units_of(config, pp_rank))
     weights = gathered_bytes(config, pp_rank) + frozen.dense * element_bytes(config.training.precision)
-    weights += packed_bytes(frozen.in_4_bits)
+    weights += frozen.packed_bytes
     main, is_shared = element_bytes(config.optimizer.main_grads_dtype), config.zero_stage.shards_gradients
     gradients = parameters.elements_kept_per_rank(config, pp_rank, main, is_shared=is_shared)
     return RankBytes(weights - units + _own_bytes(config, pp_rank), gradients, _state_bytes(config, pp_rank))
@@ -257,7 +256,13 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
         # The high halves of master weights, which layers do not read in this case.
         extra = _elements_in_fp8(config, pp_rank) * element_bytes("bf16")
     of_element, is_shared = state_bytes(config), config.zero_stage.shards_states
-    return parameters.elements_kept_per_rank(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
+    kept = parameters.elements_kept_per_rank(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
+    if config.optimizer.optimizer != "muon":
+        return kept
+    saved = MOMENT_BYTES["fp32"]  # of a matrix, which has one moment
+    return kept - parameters.elements_kept_per_rank(
+        config, pp_rank, saved, is_shared=is_shared, of_matrices=True
+    )
 
 
 def state_bytes(config: RunConfig) -> float:

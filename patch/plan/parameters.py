@@ -16,7 +16,7 @@ from patch.config import ModelConfig, ParallelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
 from patch.config.experts import ExpertsConfig
 from patch.families import EVERY_LAYER, Kind, WeightRow, expert_layers, layer_matrices, weight_rows
-from patch.families.adapters import AdapterConfig, adapter_rows, base_rows, packed_bytes
+from patch.families.adapters import AdapterConfig, BaseFormat, adapter_rows, base_rows, row_bytes
 from patch.families.selection import Selection, trained_rows
 
 _T = TypeVar("_T")
@@ -69,6 +69,13 @@ def trained_share(config: RunConfig, name: str) -> float:
     return trained / of_all
 
 
+def muon_parameters(config: RunConfig) -> int:
+    """Return the parameters of the whole model in matrices that Muon trains: those of layers."""
+    rows = adapter_rows(config.model, config.adapter) or trained_rows(config.model, config.selection)
+    matrices = (row for row in rows if row.is_matrix and row.is_per_layer)
+    return sum(row.num_elements * len(row.layers) for row in matrices if config.optimizer.optimizer == "muon")
+
+
 def fuses_gradients(config: RunConfig, *, cuda: bool) -> bool:
     """Return whether layers add their weights' gradients to the main gradients."""
     given = config.optimizer.gradient_accumulation_fusion
@@ -105,6 +112,8 @@ def parameters_per_rank(
     *,
     of_experts: bool = False,
     of_base: bool = False,
+    of_matrices: bool = False,
+    packed: BaseFormat | None = None,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008
     selection: Selection = Selection(),  # noqa: B008
 ) -> list[int]:
@@ -116,6 +125,8 @@ def parameters_per_rank(
     Args:
         of_experts: count only experts.
         of_base: count only matrices that may have adapters.
+        of_matrices: count only matrices of layers.
+        packed: count their bytes in this format in place of parameters.
         adapter: if it has a rank, count adapters in place of the model.
         selection: count only weights that train.
     """
@@ -125,7 +136,10 @@ def parameters_per_rank(
     rows = base_rows(model) if of_base else adapter_rows(model, adapter) or trained_rows(model, selection)
     for row in rows:
         elements = _elements(row, model, parallel, experts)
+        elements = elements if packed is None else _packed_bytes(row, parallel, experts, elements, packed)
         if of_experts and row.part != "expert":
+            continue
+        if of_matrices and not (row.is_matrix and row.is_per_layer):
             continue
         if row.is_per_layer:
             for stage, (first, last) in enumerate(pairwise(ends)):
@@ -137,12 +151,17 @@ def parameters_per_rank(
     return counts
 
 
-def parameters_of(config: RunConfig, pp_rank: int | None, *, of_experts: bool = False) -> int:
-    """Return the parameters that a pipeline rank trains, or only its experts; with adapters only adapters."""
+def parameters_of(
+    config: RunConfig, pp_rank: int | None, *, of_experts: bool = False, of_matrices: bool = False
+) -> int:
+    """Return the parameters that a pipeline rank trains, or only its experts; with adapters only adapters.
+
+    `of_matrices` counts only matrices of layers.
+    """
     return parameters_per_rank(
-        config.model, config.parallel, config.experts, of_experts=of_experts, adapter=config.adapter,
-        selection=config.selection,
-    )[place_of(config, pp_rank)]
+        config.model, config.parallel, config.experts, of_experts=of_experts, of_matrices=of_matrices,
+        adapter=config.adapter, selection=config.selection,
+    )[place_of(config, pp_rank)]  # fmt: skip
 
 
 def place_of(config: RunConfig, pp_rank: int | None) -> int:
@@ -158,6 +177,8 @@ class Frozen(NamedTuple):
 
     dense: int
     in_4_bits: int
+    packed_bytes: int
+    """Bytes of those in 4 bits."""
 
     @property
     def total(self) -> int:
@@ -168,11 +189,15 @@ class Frozen(NamedTuple):
 def frozen_of(config: RunConfig, pp_rank: int | None) -> Frozen:
     """Return the frozen parameters of a pipeline rank; None: the rank with the most parameters."""
     sections, index = (config.model, config.parallel, config.experts), place_of(config, pp_rank)
-    count, of_base = (parameters_per_rank(*sections, of_base=each)[index] for each in (False, True))
+    count, packed = parameters_per_rank(*sections)[index], config.adapter.quantize_base
     if not config.adapter.is_on:
-        return Frozen(count - parameters_of(config, pp_rank), 0)
-    packed = of_base if config.adapter.quantize_base else 0
-    return Frozen(count - packed, packed)
+        return Frozen(count - parameters_of(config, pp_rank), 0, 0)
+    if packed is None:
+        return Frozen(count, 0, 0)
+    in_4_bits, num_bytes = (
+        parameters_per_rank(*sections, of_base=True, packed=each)[index] for each in (None, packed)
+    )
+    return Frozen(count - in_4_bits, in_4_bits, num_bytes)
 
 
 class Unit(NamedTuple):
@@ -199,7 +224,8 @@ def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
     parallel, experts, stage_layers = config.parallel, config.experts, config.stage_layers
     below = config.optimizer.param_persistence_threshold
     in_fp8 = config.fp8_layers if config.gathers_fp8_weights else range(0)
-    packed = {row.name for row in base_rows(model)} if config.adapter.quantize_base else set()
+    format = config.adapter.quantize_base
+    packed = {row.name for row in base_rows(model)} if format else set()
     has_two_ends = len(stage_layers) == 1 and not model.untie_embeddings_and_output_weights
     before, after, layers = [[0, 0]], [[0, 0]], [[0, 0] for _ in range(model.num_layers)]
     for row in weight_rows(model):
@@ -207,7 +233,9 @@ def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
         of_one = elements // (row.num_experts // experts.expert_model_parallel_size if is_of_expert else 1)
         if of_one < below or (has_two_ends and not row.is_per_layer):
             continue
-        num_bytes = packed_bytes(elements) if row.name in packed else elements * size
+        num_bytes = elements * size
+        if format and row.name in packed:
+            num_bytes = _packed_bytes(row, parallel, experts, elements, format)
         units = layers if row.is_per_layer else before if row.is_before_layers else after
         narrow = in_fp8 if row.is_per_layer and row.is_matrix else ()
         for index in row.layers:
@@ -220,15 +248,24 @@ def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
 
 
 def elements_kept_per_rank(
-    config: RunConfig, pp_rank: int | None, of_element: float = 1, *, is_shared: bool, extra: int = 0
+    config: RunConfig,
+    pp_rank: int | None,
+    of_element: float = 1,
+    *,
+    is_shared: bool,
+    extra: int = 0,
+    of_matrices: bool = False,
 ) -> int:
     """Return the elements (times `of_element` bytes) of gradients or states that a rank keeps.
 
     Args:
         is_shared: whether ranks that have the same weights shard them.
         extra: further bytes of weights that are not experts.
+        of_matrices: count only matrices of layers.
     """
-    count, experts = parameters_of(config, pp_rank), parameters_of(config, pp_rank, of_experts=True)
+    count, experts = (
+        parameters_of(config, pp_rank, of_experts=each, of_matrices=of_matrices) for each in (False, True)
+    )
     others = (count - experts) * of_element + extra
     if not is_shared:
         return int(others + experts * of_element)
@@ -249,6 +286,18 @@ def _elements(row: WeightRow, model: ModelConfig, parallel: ParallelConfig, expe
     return _part_elements(row, parallel, experts) * own_experts
 
 
+def _packed_bytes(
+    row: WeightRow, parallel: ParallelConfig, experts: ExpertsConfig, elements: int, format: BaseFormat
+) -> int:
+    """Bytes of some rows of a matrix on one rank."""
+    columns = _part_shape(row, parallel, experts)[1]
+    return elements // columns * row_bytes(columns, format)
+
+
 def _part_elements(row: WeightRow, parallel: ParallelConfig, experts: ExpertsConfig) -> int:
+    return math.prod(_part_shape(row, parallel, experts))
+
+
+def _part_shape(row: WeightRow, parallel: ParallelConfig, experts: ExpertsConfig) -> tuple[int, ...]:
     tp_size = parallel.tensor_model_parallel_size
-    return math.prod(row.shard_shape(experts.etp_size(tp_size) if row.part == "expert" else tp_size))
+    return row.shard_shape(experts.etp_size(tp_size) if row.part == "expert" else tp_size)

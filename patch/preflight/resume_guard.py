@@ -68,6 +68,7 @@ _FIXED: dict[str, _Reason] = {
     **dict.fromkeys(["global_batch_size", "seed"], _ORDER),
     **dict.fromkeys(["precision", "quantize_base", "exp_avg_dtype", "exp_avg_sq_dtype"], _TYPE),
     **dict.fromkeys(["freeze", "train_only"], _TRAINED),
+    "optimizer": _TYPE,
     **dict.fromkeys(["lora_rank", "lora_alpha", "lora_target_modules", "lora_rslora"], _ADAPTERS),
 }
 """Fields that a resumed run must keep. Other fields may change: layout (TP, PP, VPP, processes), sharding,

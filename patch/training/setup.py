@@ -18,6 +18,8 @@ from patch.compat.torch_internals import own_parameters
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.convert.live_adapters import import_adapter
+from patch.convert.live_weights import ExpertRanks, mapped_parameters
+from patch.convert.mappings import TPShard
 from patch.data import BatchReader, load_tokenizer
 from patch.data.order import StepReader
 from patch.data.samples import SampleSource
@@ -36,6 +38,7 @@ from patch.model import (
     sharded_weights,
 )
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer, default_param_groups
+from patch.optimizer.muon import Matrix
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.data_record import SetRecord
 from patch.preflight.model_of_folder import is_hf_folder
@@ -177,6 +180,7 @@ def build_run_optimizer(
         ),
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
         model_state=sharded_weights(stages) if config.optimizer.rounds_stochastically else None,
+        matrices=_matrices(stages, config, groups) if config.optimizer.optimizer == "muon" else None,
     )
     optimizer.connect(stages[0].config)
     if (offload := stages[0].activation_offload) is None:
@@ -187,6 +191,24 @@ def build_run_optimizer(
             offload.device = optimizer.placement.device  # one device with one budget
     log_placement(optimizer)
     return optimizer
+
+
+def _matrices(
+    stages: list[LlamaModel], config: RunConfig, groups: ProcessGroupCollection
+) -> dict[torch.nn.Parameter, Matrix]:
+    """Return how Hugging Face's matrices make up each parameter of two dimensions."""
+    experts, found = ExpertRanks.of(groups, config.model), {}
+    adapter = config.adapter if config.adapter.is_on else None
+    for each in mapped_parameters(stages, config.model, groups.tp.size(), experts, adapter):
+        if each.owner.ndim == 2:
+            group = groups.expt_tp if "#" in each.name else groups.tp
+            shard = TPShard(group.rank(), group.size())
+            found[each.owner] = Matrix(
+                None if each.mapping.replicated or group.size() == 1 else group,
+                each.mapping.megatron_to_hf,
+                partial(each.mapping.hf_to_megatron, shard=shard),
+            )
+    return found
 
 
 def _let_engine_add_gradients(stages: list[LlamaModel]) -> None:

@@ -108,7 +108,7 @@ def test_exits_of_a_checkpoint_agree_also_of_an_older_one(
 
 def test_export_of_a_base_in_4_bits_has_the_loss_of_the_run(office: Office, tmp_path: Path) -> None:
     line = arguments(office, tmp_path, TP=1, PP=2, SP="false", SAVE_INTERVAL=STEPS)
-    result = call_workers(2, [*line, "--quantize-base=nf4"])
+    result = call_workers(2, [*line, "--quantize-base=nf4-double"])
     assert result.returncode == 0, result.stderr
     last = json.loads((tmp_path / "log" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["valid_loss"] == pytest.approx(

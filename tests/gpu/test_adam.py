@@ -1,26 +1,38 @@
 """The Triton kernel on a GPU against the NumPy oracle on the CPU, to the bit."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from adam_cases import BLOCKS, FORMS, MOMENTS, SIZES, assert_equal, bits_after, make_items, scalars
+from adam_cases import (
+    BLOCKS,
+    FORMS,
+    MOMENTS,
+    RULE_NAMES,
+    RULES,
+    SIZES,
+    assert_equal,
+    bits_after,
+    make_items,
+    scalars,
+)
 from gpu.runs import gigabytes_a_second
 
-from patch.optimizer.kernels import AdamStates, UpdateItem, adam_kernel
+from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 TAIL = 4099
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (1 << 16,)], ids=["odd", "aligned"])
-@pytest.mark.parametrize("is_decoupled", [True, False], ids=["AdamW", "Adam"])
+@pytest.mark.parametrize("rule", RULES, ids=RULE_NAMES)
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_triton_equals_the_oracle(form, grad_dtype, is_decoupled, sizes):
+def test_triton_equals_the_oracle(form, grad_dtype, rule, sizes):
     for seed, scale in enumerate((1e-30, 1e-3, 1e12)):
-        step = scalars(step=10**seed, decoupled_weight_decay=is_decoupled)
+        step = replace(rule, step=10**seed) if isinstance(rule, AdamScalars) else rule
         changes = {"seed": seed, "scale": scale, "sizes": sizes, "has_out": seed == 1}
         ours = make_items(form, grad_dtype, step, device="cuda", **changes)
         expected = make_items(form, grad_dtype, step, **changes)

@@ -30,14 +30,19 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.groups import split_instances
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup
-from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
-from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16
+from patch.optimizer.kernels import AdamKernel, AdamScalars, SgdScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16, sgd
 from patch.optimizer.states import host_update
 from patch.optimizer.states.offload import Offload
 from patch.optimizer.states.placement import DeviceMemory, Move, StaticPlacementPolicy
 
 ZERO_STAGES = tuple(ZeroStage)
 LR = 3e-3
+RULES: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "Adam": {"decoupled_weight_decay": False},
+    "SGD": {"optimizer": "sgd"},
+}
 Step = Sequence[Sequence[Any]]
 
 
@@ -158,7 +163,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 class Oracle:
-    """AdamW (Adam unless `is_decoupled`) on float32 arrays. It computes the gradients of all ranks itself.
+    """AdamW, or another rule of RULES, on float32 arrays. It computes the gradients of all ranks itself.
 
     Args:
         model: a model of its own, never given to an optimizer: fp32, or bf16 with the arrays as masters.
@@ -174,12 +179,12 @@ class Oracle:
         zero_stage: ZeroStage,
         clip_grad: float = 0.5,
         *,
-        is_decoupled: bool = True,
+        rule: str = "AdamW",
         num_instances: int = 1,
         rounds: bool = False,
     ) -> None:
         self.model, self._zero_stage, self._clip_grad = model, zero_stage, clip_grad
-        self._is_decoupled, self._num_instances, self._rounds = is_decoupled, num_instances, rounds
+        self._rule, self._num_instances, self._rounds = rule, num_instances, rounds
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._step_count = 0
         self.masters = {name: p.detach().float().numpy().copy() for name, p in self._trained.items()}
@@ -193,12 +198,18 @@ class Oracle:
         scale = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
         self._step_count += 1
         for name, parameter in self._trained.items():
-            scalars = AdamScalars(
-                lr=LR, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1 if parameter.ndim > 1 else 0.0,
-                step=self._step_count, grad_scale=scale, decoupled_weight_decay=self._is_decoupled,
-            )  # fmt: skip
+            common = {"lr": LR, "weight_decay": 0.1 if parameter.ndim > 1 else 0.0, "grad_scale": scale}
             states = [self.masters[name], self.exp_avg[name], self.exp_avg_sq[name]]
-            updated = adam(states[0], gradients[name], *states[1:], scalars)
+            if self._rule == "SGD":
+                del states[2]
+                sgd_scalars = SgdScalars(momentum=0.9, **common)
+                updated = sgd(states[0], gradients[name], states[1], scalars=sgd_scalars)
+            else:
+                scalars = AdamScalars(
+                    beta1=0.9, beta2=0.95, eps=1e-8, step=self._step_count,
+                    decoupled_weight_decay=self._rule == "AdamW", **common,
+                )  # fmt: skip
+                updated = adam(states[0], gradients[name], *states[1:], scalars)
             for old, new in zip(states, updated, strict=True):
                 old[...] = new
             weight = self.masters[name]

@@ -122,12 +122,14 @@ def join_qkv(
     return mixed
 
 
-def dequantize_nf4(packed: torch.Tensor, levels: torch.Tensor, weight: torch.Tensor) -> None:
-    """Write the weight [O, I] of nf4 bytes [O, 9 I / 16]; nf4_product.py describes the format."""
-    packed, blocks = packed.contiguous(), weight.shape[1] // 64
+def dequantize_nf4(
+    codes: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor, weight: torch.Tensor
+) -> None:
+    """Write the weight [O, I] of rows that begin with codes (nf4_product.py), and of scales [O, I / 64]."""
+    blocks = weight.shape[1] // 64
     if weight.numel():
         grid = len(weight), triton.cdiv(blocks, _NF4_BLOCKS.value)
-        _dequantize_nf4[grid](packed, packed.view(torch.float32), levels, weight, blocks)
+        _dequantize_nf4[grid](codes, scales, levels, weight, blocks, codes.stride(0), scales.stride(0))
 
 
 def merge_attention(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -419,14 +421,15 @@ def _gather(
 
 @triton.jit
 def _dequantize_nf4(
-    codes: tl.tensor, scales: tl.tensor, levels: tl.tensor, weight: tl.tensor, blocks: tl.tensor
-) -> None:
-    """Dequantize blocks of a row: 32 bytes of codes per block, then 4 bytes of scale per block."""
+    codes: tl.tensor, scales: tl.tensor, levels: tl.tensor, weight: tl.tensor, blocks: tl.tensor,
+    code_stride: tl.tensor, scale_stride: tl.tensor,
+) -> None:  # fmt: skip
+    """Dequantize blocks of a row: 32 bytes of codes per block, and a scale per block."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * _NF4_BLOCKS + tl.arange(0, _NF4_BLOCKS)[:, None]
     inside = block < blocks
-    byte = tl.load(codes + row * 36 * blocks + block * 32 + tl.arange(0, 32)[None], inside, other=0)
-    scale = tl.load(scales + row * 9 * blocks + 8 * blocks + block, inside)
+    byte = tl.load(codes + row * code_stride + block * 32 + tl.arange(0, 32)[None], inside, other=0)
+    scale = tl.load(scales + row * scale_stride + block, inside)
     pairs = tl.join(tl.load(levels + (byte >> 4).to(tl.int32)), tl.load(levels + (byte & 15).to(tl.int32)))
     values = tl.reshape(pairs, (_NF4_BLOCKS, 64)) * scale
     tl.store(weight + (row * blocks + block) * 64 + tl.arange(0, 64)[None], values, inside)

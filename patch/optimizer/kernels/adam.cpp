@@ -84,7 +84,8 @@ constexpr int64_t kBlock = 256;     // elements that are updated at a time if re
 constexpr int64_t kScaled = 64;     // elements that share the scale of an 8-bit moment: MOMENT_BLOCK
 
 enum Form { kMaster, kMasterAndParam, kSplit };
-enum Kind { kFloat, kBf16, kEightBits };  // of a moment: KINDS of low_bit_moments.py
+enum Kind { kNone = -1, kFloat, kBf16, kEightBits };  // of a moment: KINDS of low_bit_moments.py
+enum Rule { kAdam, kAdamW, kMomentum, kPlain };  // the last two: SGD with and without a moment
 
 inline float as_float(uint32_t bits) {
     float value;
@@ -171,7 +172,7 @@ Results<Moment> results_from(const UpdateItem &item, int64_t begin) {
 
 // Updates n elements from `begin` on; with bf16 moments they are of one run. Scalars are folded (spec.py) if moments
 // have fewer bytes: root_bias2 is 1, and the division by it is left out.
-template <class Grad, Form form, bool is_decoupled, class Moment, bool is_folded>
+template <class Grad, Form form, Rule rule, class Moment, bool is_folded>
 INLINE void update_range(
     const UpdateItem &item, int64_t begin, int64_t n, const Moments<Moment> &moments,
     const Results<Moment> &results, const Run &run) {
@@ -191,21 +192,29 @@ INLINE void update_range(
     for (int64_t i = 0; i < n; ++i) {
         float p = form == kSplit ? join_split(param_in[i], low_in[i]) : master_in[i];
         float g = widen(grad[i]) * c.grad_scale;
-        if (is_decoupled)
+        if (rule == kAdamW)
             p = p * c.decay;
         else
             g = g + c.decay * p;
-        const float m = widen(exp_avg_in[i]) * c.beta1 + g * c.rest1;
-        const float v = widen(exp_avg_sq_in[i]) * c.beta2 + (g * c.rest2) * g;
-        const float root = is_folded ? std::sqrt(v) : std::sqrt(v) / c.root_bias2;
-        p = p - c.step_size * (m / (root + c.eps));
-        if constexpr (is_bf16) {
-            const uint32_t number = run.number(i);
-            exp_avg_out[i] = round_stochastically(m, number & 0xffffu);
-            exp_avg_sq_out[i] = round_stochastically(v, number >> 16);
-        } else {
+        if constexpr (rule == kPlain) {
+            p = p - c.step_size * g;
+        } else if constexpr (rule == kMomentum) {
+            const float m = exp_avg_in[i] * c.beta1 + g;
+            p = p - c.step_size * m;
             exp_avg_out[i] = m;
-            exp_avg_sq_out[i] = v;
+        } else {
+            const float m = widen(exp_avg_in[i]) * c.beta1 + g * c.rest1;
+            const float v = widen(exp_avg_sq_in[i]) * c.beta2 + (g * c.rest2) * g;
+            const float root = is_folded ? std::sqrt(v) : std::sqrt(v) / c.root_bias2;
+            p = p - c.step_size * (m / (root + c.eps));
+            if constexpr (is_bf16) {
+                const uint32_t number = run.number(i);
+                exp_avg_out[i] = round_stochastically(m, number & 0xffffu);
+                exp_avg_sq_out[i] = round_stochastically(v, number >> 16);
+            } else {
+                exp_avg_out[i] = m;
+                exp_avg_sq_out[i] = v;
+            }
         }
         const uint32_t bits = bits_to_split(p);
         if (form == kSplit)
@@ -238,19 +247,19 @@ inline void order_stores() {
 }
 
 // Updates elements block by block, with results in other memory than the states.
-template <class Grad, Form form, bool is_decoupled, class Moment>
+template <class Grad, Form form, Rule rule, class Moment>
 INLINE void update_beside(const UpdateItem &item, int64_t begin, int64_t end, const Run &run) {
     alignas(64) float master[kBlock];
     alignas(64) Moment exp_avg[kBlock], exp_avg_sq[kBlock];
     alignas(64) uint16_t param[kBlock];
     for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t n = std::min(kBlock, end - at);
-        update_range<Grad, form, is_decoupled, Moment, std::is_same_v<Moment, uint16_t>>(
+        update_range<Grad, form, rule, Moment, std::is_same_v<Moment, uint16_t>>(
             item, at, n, moments_from<Moment>(item, at), {master, exp_avg, exp_avg_sq, param}, run.from(at - begin));
         const auto results = results_from<form, Moment>(item, at);
         stream(results.master, master, n * (form == kSplit ? sizeof(int16_t) : sizeof(float)));
-        stream(results.exp_avg, exp_avg, n * sizeof(Moment));
-        stream(results.exp_avg_sq, exp_avg_sq, n * sizeof(Moment));
+        if (rule != kPlain) stream(results.exp_avg, exp_avg, n * sizeof(Moment));
+        if (rule < kMomentum) stream(results.exp_avg_sq, exp_avg_sq, n * sizeof(Moment));
         if (form != kMaster) stream(results.param, param, n * sizeof(uint16_t));
     }
     order_stores();
@@ -364,7 +373,7 @@ INLINE void encode(const float *from, const UpdateItem &item, int64_t begin, int
 }
 
 // Updates elements block by block: moments have two dtypes, or 8 bits.
-template <class Grad, Form form, bool is_decoupled, bool has_avx512>
+template <class Grad, Form form, Rule rule, bool has_avx512>
 INLINE void update_blocks(const UpdateItem &item, int64_t begin, int64_t end, bool is_beside) {
     alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
     alignas(64) uint16_t param[kBlock];
@@ -383,7 +392,7 @@ INLINE void update_blocks(const UpdateItem &item, int64_t begin, int64_t end, bo
             decode<1, has_avx512>(item, begin, n, exp_avg_sq);
             moments.exp_avg_sq = results.exp_avg_sq = exp_avg_sq;
         }
-        update_range<Grad, form, is_decoupled, float, true>(item, begin, n, moments, results, {});
+        update_range<Grad, form, rule, float, true>(item, begin, n, moments, results, {});
         if (!has_float[0]) encode<0, has_avx512>(exp_avg, item, begin, n);
         if (!has_float[1]) encode<1, has_avx512>(exp_avg_sq, item, begin, n);
         if (!is_beside) continue;
@@ -396,45 +405,46 @@ INLINE void update_blocks(const UpdateItem &item, int64_t begin, int64_t end, bo
 }
 
 // Updates elements of one run whose moments have one dtype, float or bf16.
-template <class Grad, Form form, bool is_decoupled, class Moment>
+template <class Grad, Form form, Rule rule, class Moment>
 INLINE void update_run(const UpdateItem &item, int64_t begin, int64_t end, bool is_beside, const Run &run) {
-    if (is_beside) return update_beside<Grad, form, is_decoupled, Moment>(item, begin, end, run);
-    update_range<Grad, form, is_decoupled, Moment, std::is_same_v<Moment, uint16_t>>(
+    if (is_beside) return update_beside<Grad, form, rule, Moment>(item, begin, end, run);
+    update_range<Grad, form, rule, Moment, std::is_same_v<Moment, uint16_t>>(
         item, begin, end - begin, moments_from<Moment>(item, begin), results_from<form, Moment>(item, begin), run);
 }
 
-template <class Grad, Form form, bool is_decoupled, bool has_avx512>
+template <class Grad, Form form, Rule rule, bool has_avx512>
 INLINE void update_tile(const UpdateItem &item, int64_t begin, int64_t end) {
     const bool is_beside = item.moments_out[0] != item.moments_in[0];
+    if constexpr (rule >= kMomentum) return update_run<Grad, form, rule, float>(item, begin, end, is_beside, {});
     if (item.kinds[0] != item.kinds[1] || item.kinds[0] == kEightBits)
-        return update_blocks<Grad, form, is_decoupled, has_avx512>(item, begin, end, is_beside);
+        return update_blocks<Grad, form, rule, has_avx512>(item, begin, end, is_beside);
     if (item.kinds[0] == kFloat)
-        return update_run<Grad, form, is_decoupled, float>(item, begin, end, is_beside, {});
+        return update_run<Grad, form, rule, float>(item, begin, end, is_beside, {});
     while (begin < end) {
         const Run run = run_at(item.draw, begin, end - begin);
-        update_run<Grad, form, is_decoupled, uint16_t>(item, begin, begin + run.length, is_beside, run);
+        update_run<Grad, form, rule, uint16_t>(item, begin, begin + run.length, is_beside, run);
         begin += run.length;
     }
 }
 
 using Update = void (*)(const UpdateItem &, int64_t, int64_t);
 
-template <class Grad, Form form, bool is_decoupled>
+template <class Grad, Form form, Rule rule>
 void update_default(const UpdateItem &item, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled, false>(item, begin, end);
+    update_tile<Grad, form, rule, false>(item, begin, end);
 }
 
 #if defined(__x86_64__)
-template <class Grad, Form form, bool is_decoupled>
+template <class Grad, Form form, Rule rule>
 __attribute__((target("avx2"))) void update_avx2(
     const UpdateItem &item, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled, false>(item, begin, end);
+    update_tile<Grad, form, rule, false>(item, begin, end);
 }
 
-template <class Grad, Form form, bool is_decoupled>
+template <class Grad, Form form, Rule rule>
 __attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512"))) void update_avx512(
     const UpdateItem &item, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled, true>(item, begin, end);
+    update_tile<Grad, form, rule, true>(item, begin, end);
 }
 #endif
 
@@ -449,30 +459,34 @@ int best_instruction_set() {
     return 0;
 }
 
-template <class Grad, Form form, bool is_decoupled>
+template <class Grad, Form form, Rule rule>
 Update choose(int instruction_set) {
 #if defined(__x86_64__)
-    if (instruction_set == 2) return update_avx512<Grad, form, is_decoupled>;
-    if (instruction_set == 1) return update_avx2<Grad, form, is_decoupled>;
+    if (instruction_set == 2) return update_avx512<Grad, form, rule>;
+    if (instruction_set == 1) return update_avx2<Grad, form, rule>;
 #endif
     (void)instruction_set;
-    return update_default<Grad, form, is_decoupled>;
+    return update_default<Grad, form, rule>;
 }
 
-template <class Grad, bool is_decoupled>
+template <class Grad, Rule rule>
 Update choose(const UpdateItem &item, int instruction_set) {
-    if (item.is_split) return choose<Grad, kSplit, is_decoupled>(instruction_set);
-    if (item.param_out) return choose<Grad, kMasterAndParam, is_decoupled>(instruction_set);
-    return choose<Grad, kMaster, is_decoupled>(instruction_set);
+    if (item.is_split) return choose<Grad, kSplit, rule>(instruction_set);
+    if (item.param_out) return choose<Grad, kMasterAndParam, rule>(instruction_set);
+    return choose<Grad, kMaster, rule>(instruction_set);
+}
+
+template <class Grad>
+Update choose_rule(const UpdateItem &item, int instruction_set) {
+    if (item.kinds[0] == kNone) return choose<Grad, kPlain>(item, instruction_set);
+    if (item.kinds[1] == kNone) return choose<Grad, kMomentum>(item, instruction_set);
+    return item.scalars.is_decoupled ? choose<Grad, kAdamW>(item, instruction_set)
+                                     : choose<Grad, kAdam>(item, instruction_set);
 }
 
 Update choose(const UpdateItem &item, int instruction_set) {
-    const bool is_decoupled = item.scalars.is_decoupled;
-    if (item.has_bf16_grad)
-        return is_decoupled ? choose<uint16_t, true>(item, instruction_set)
-                            : choose<uint16_t, false>(item, instruction_set);
-    return is_decoupled ? choose<float, true>(item, instruction_set)
-                        : choose<float, false>(item, instruction_set);
+    return item.has_bf16_grad ? choose_rule<uint16_t>(item, instruction_set)
+                              : choose_rule<float>(item, instruction_set);
 }
 
 // Sums in float64, where the square of a float is exact. kLanes and kTile fix the order of the sums, so it is the

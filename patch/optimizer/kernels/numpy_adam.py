@@ -13,6 +13,7 @@ from patch.optimizer.kernels.low_bit_moments import codes, midpoints
 from patch.optimizer.kernels.spec import (
     AdamScalars,
     AdamStates,
+    SgdScalars,
     UpdateItem,
     bf16_param,
     check_item,
@@ -47,13 +48,17 @@ def _update_part(item: UpdateItem, part: slice) -> None:
         assert states.param is not None
         master = join_split(states.param, states.master)
     grad = item.grad[part].float().numpy()
-    exp_avg, exp_avg_sq = (_widened(states, which) for which in (0, 1))
-    is_folded = any(moment_kinds(item))
-    new, exp_avg, exp_avg_sq = adam(master, grad, exp_avg, exp_avg_sq, item.scalars, is_folded=is_folded)
+    moments = [_widened(states, which) for which in range(len(states.moments))]
+    if isinstance(item.scalars, SgdScalars):
+        new, *moments = sgd(master, grad, *moments, scalars=item.scalars)
+    else:
+        exp_avg, exp_avg_sq = moments
+        is_folded = any(moment_kinds(item))
+        new, *moments = adam(master, grad, exp_avg, exp_avg_sq, item.scalars, is_folded=is_folded)
     results.master[:] = low_bits(new) if is_split else new
     is_drawn = any(kept.dtype == np.uint16 for kept in states.moments)
     numbers = _numbers(item, part) if is_drawn else None
-    for which, values in enumerate((exp_avg, exp_avg_sq)):
+    for which, values in enumerate(moments):
         _keep(results, which, values, numbers)
     if results.param is not None:
         results.param[:] = round_to_bf16(new)
@@ -82,7 +87,7 @@ def _keep(states: _Arrays, which: int, values: np.ndarray, numbers: np.ndarray |
 
 
 def _numbers(item: UpdateItem, part: slice) -> np.ndarray:
-    assert item.draw is not None
+    assert item.draw is not None and isinstance(item.scalars, AdamScalars)
     first, row, stride, skip, *keys = item.draw.numbers(item.scalars.step)
     places = np.arange(skip + part.start, skip + min(part.stop, item.grad.numel()))
     return random_numbers((first + places // row * stride + places % row).astype(np.uint64), *keys)
@@ -155,6 +160,18 @@ def adam(
     return p - step_size * (m / (np.sqrt(v) / root_bias2 + eps)), m, v
 
 
+def sgd(
+    master: np.ndarray, grad: np.ndarray, exp_avg: np.ndarray | None = None, *, scalars: SgdScalars
+) -> tuple[np.ndarray, ...]:
+    """Return the reference update of SGD: new master, and exp_avg if it is given; see `adam`."""
+    scale, momentum, *_, lr, _, _, decay = map(np.float32, scalars.constants)
+    g = grad * scale + decay * master
+    if exp_avg is None:
+        return (master - lr * g,)
+    m = exp_avg * momentum + g
+    return master - lr * m, m
+
+
 def round_to_bf16(master: np.ndarray) -> np.ndarray:
     """Return the bits of float32 rounded to bf16: to nearest, ties away from zero; all NaNs alike."""
     high = ((master.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
@@ -187,7 +204,7 @@ def _arrays(states: AdamStates, part: slice) -> _Arrays:
     param, scales = bf16_param(states), (states.exp_avg_scale, states.exp_avg_sq_scale)
     return _Arrays(
         _array(states.master[part]),
-        [_array(moment[part]) for moment in (states.exp_avg, states.exp_avg_sq)],
+        [_array(moment[part]) for moment in states[1:3] if moment is not None],
         None if param is None else _array(param[part]),
         [None if scale is None else scale[scaled].numpy() for scale in scales],
     )

@@ -12,6 +12,12 @@ in fewer bytes (low_bit_moments.py) are widened before the update, and rounded a
 v. If a moment has fewer bytes, both bias2 are folded into scalars, which saves a quotient:
 
     p = p - (lr / bias1 * sqrt(bias2)) * (m / (sqrt(v) + eps * sqrt(bias2)))
+
+SGD has one moment. The weight decay is added to the gradient, as in torch.optim.SGD:
+
+    g = grad * scale + weight_decay * p
+    m = m * momentum + g
+    p = p - lr * m                           without a moment: p - lr * g
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -64,15 +70,35 @@ class AdamScalars:
         return *others, step_size * root_bias2, 1.0, eps * root_bias2, decay
 
 
+@dataclass(frozen=True, kw_only=True)
+class SgdScalars:
+    """The scalars of one parameter group's update by SGD, whose weight decay is of the gradient."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    grad_scale: float = 1.0
+    decoupled_weight_decay: ClassVar[bool] = False
+
+    @property
+    def constants(self) -> tuple[float, ...]:
+        """Return the scalars in the places of `AdamScalars.constants`."""
+        return self.grad_scale, self.momentum, 1.0, 0.0, 0.0, self.lr, 1.0, 0.0, self.weight_decay
+
+
+Scalars = AdamScalars | SgdScalars
+
+
 class AdamStates(NamedTuple):
     """The states that an update reads and writes: contiguous (numel,) tensors on one device."""
 
     master: torch.Tensor
     """float32; or int16: the low bits of a split master, whose high bits are the bf16 parameter."""
 
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    """Moments: each float32, bfloat16, or uint8 with a scale for each block (low_bit_moments.py)."""
+    exp_avg: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None
+    """Moments: each float32, bfloat16, or uint8 with a scale for each block (low_bit_moments.py). SGD has at
+    most the first one, as float32."""
 
     param: torch.Tensor | None = None
     """The model's bf16 or fp16 parameter, rounded from the master; None if the master is the parameter."""
@@ -89,7 +115,7 @@ class UpdateItem(NamedTuple):
     """(numel,) float32 or bfloat16; not changed."""
 
     states: AdamStates
-    scalars: AdamScalars
+    scalars: Scalars
     out: AdamStates | None = None
     """Where the results are written, with the dtypes of `states`, or None to overwrite `states`."""
 
@@ -113,15 +139,17 @@ def check_item(item: UpdateItem) -> None:
     assert len({(tensor.numel(), tensor.device) for tensor in tensors}) == 1, "one size and device in an item"
     kinds = [tensor.dtype for tensor in tensors]
     assert kinds[0] in (torch.float32, torch.bfloat16), f"gradient of {kinds[0]}"
-    assert set(kinds[2:4]) <= set(KINDS), f"moments of {kinds[2:4]}"
-    assert torch.bfloat16 not in kinds[2:4] or item.draw is not None, "bf16 moments need random numbers"
+    moments = {moment.dtype for moment in states[1:3] if moment is not None}
+    assert moments <= ({torch.float32} if is_sgd(item) else {*KINDS}), f"moments of {moments}"
+    assert torch.bfloat16 not in moments or item.draw is not None, "bf16 moments need random numbers"
     for these in (states, results):
         for moment, scale in (
             (these.exp_avg, these.exp_avg_scale),
             (these.exp_avg_sq, these.exp_avg_sq_scale),
         ):
             sizes = None if scale is None else (scale.numel() * MOMENT_BLOCK, scale.dtype)
-            wanted = (moment.numel(), torch.float32) if moment.dtype == torch.uint8 else None
+            is_scaled = moment is not None and moment.dtype == torch.uint8
+            wanted = (item.grad.numel(), torch.float32) if is_scaled else None
             assert sizes == wanted, "8-bit moments have a float32 scale for each block, others none"
     types = [[getattr(tensor, "dtype", None) for tensor in these] for these in (states, results)]
     assert types[0] == types[1], "results of other types"
@@ -131,12 +159,21 @@ def check_item(item: UpdateItem) -> None:
 
 def constants_of(item: UpdateItem) -> tuple[float, ...]:
     """Return the scalars of an item's update, in the order of `AdamScalars.constants`."""
-    return item.scalars.folded_constants if any(moment_kinds(item)) else item.scalars.constants
+    if isinstance(item.scalars, AdamScalars) and any(moment_kinds(item)):
+        return item.scalars.folded_constants
+    return item.scalars.constants
 
 
 def rng_numbers(item: UpdateItem) -> tuple[int, ...]:
     """Return the numbers of an item's `RngCoords` for kernels, or unused values without RngCoords."""
-    return item.draw.numbers(item.scalars.step) if item.draw else (0, 1, 1, 0, 0, 0)
+    if item.draw is None or isinstance(item.scalars, SgdScalars):
+        return 0, 1, 1, 0, 0, 0
+    return item.draw.numbers(item.scalars.step)
+
+
+def is_sgd(item: UpdateItem) -> bool:
+    """Return whether the update is that of SGD, which has no second moment."""
+    return item.states.exp_avg_sq is None
 
 
 def is_split(item: UpdateItem) -> bool:
@@ -145,8 +182,9 @@ def is_split(item: UpdateItem) -> bool:
 
 
 def moment_kinds(item: UpdateItem) -> tuple[int, int]:
-    """Return the indices of the moments' dtypes in KINDS."""
-    return KINDS.index(item.states.exp_avg.dtype), KINDS.index(item.states.exp_avg_sq.dtype)
+    """Return the indices of the moments' dtypes in KINDS; -1 for a moment that SGD does not have."""
+    first, second = (-1 if each is None else KINDS.index(each.dtype) for each in item.states[1:3])
+    return first, second
 
 
 def bf16_param(states: AdamStates) -> torch.Tensor | None:

@@ -44,7 +44,7 @@ class _Form(NamedTuple):
     is_split: bool
     is_decoupled: bool
     kinds: tuple[int, int]
-    """Kinds of the moments: 0 float32, 1 bf16, 2 8-bit."""
+    """Kinds of the moments: 0 float32, 1 bf16, 2 8-bit, -1 none (SGD)."""
 
 
 class TritonAdam:
@@ -160,6 +160,16 @@ def _adam(
 
 
 @triton.jit
+def _sgd(
+    p: tl.tensor, g: tl.tensor, m: tl.tensor, row: tl.tensor, has_momentum: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """The update of SGD, in the order of operations of spec.py."""
+    g = g * _scalar(row, 0) + _scalar(row, 8) * p
+    m = m * _scalar(row, 1) + g if has_momentum else g
+    return p - _scalar(row, 5) * m, m
+
+
+@triton.jit
 def _random(row: tl.tensor, i: tl.tensor) -> tl.tensor:
     """The random numbers of some elements of an item: RngCoords.numbers begin at column 24."""
     place = tl.load(row + 27) + i
@@ -244,10 +254,15 @@ def _update(
         p = _join_split(tl.load(_pointer(row, 4, tl.uint16, alignment) + i, inside), low)
     else:
         p = tl.load(_pointer(row, 1, tl.float32, alignment) + i, inside)
-    m = _load_moment(row, codes, i, inside, 0, exp_avg_kind, alignment)
-    v = _load_moment(row, codes, i, inside, 1, exp_avg_sq_kind, alignment)
-
-    p, m, v = _adam(p, g, m, v, row, is_decoupled)
+    m = g
+    v = g
+    if exp_avg_kind >= 0:
+        m = _load_moment(row, codes, i, inside, 0, exp_avg_kind, alignment)
+    if exp_avg_sq_kind >= 0:
+        v = _load_moment(row, codes, i, inside, 1, exp_avg_sq_kind, alignment)
+        p, m, v = _adam(p, g, m, v, row, is_decoupled)
+    else:
+        p, m = _sgd(p, g, m, row, exp_avg_kind >= 0)
 
     number = i
     if exp_avg_kind == 1 or exp_avg_sq_kind == 1:

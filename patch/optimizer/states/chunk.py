@@ -34,7 +34,7 @@ class ShardRange(NamedTuple):
     group: int
     needs_extra_reduction: bool
     """Whether the gradient has another reduction after that of its bucket (over tensor-parallel ranks, or
-    over the two stages of a tied embedding), so that it is final later."""
+    over the two stages of a tied embedding; Muon's orthogonalization), so that it is final later."""
     draw: RngCoords | None = None
     """The coordinates of the random numbers for bf16 moments, or None."""
 
@@ -115,8 +115,11 @@ class Transfer(Protocol):
 class StateChunk:
     """The states of up to `size` elements, one `Chunk` for each state; without buffers until `allocate`."""
 
-    def __init__(self, size: int, needs_extra_reduction: bool, param_dtype: torch.dtype) -> None:
+    def __init__(
+        self, size: int, needs_extra_reduction: bool, param_dtype: torch.dtype, orthogonalizes: bool
+    ) -> None:
         self.size, self.needs_extra_reduction, self.param_dtype = size, needs_extra_reduction, param_dtype
+        self.orthogonalizes = orthogonalizes
         self.index = 0
         """Order of backward: chunk 0 has the first gradients, and its parameters are needed last."""
         self.ranges: list[ChunkRange] = []
@@ -231,17 +234,25 @@ class ChunkManager:
         self.size, self._device, self._copier, self._pinned = size, device, copier, pinned
         self._disk, self._host_bytes = disk, host_bytes
         self.chunks: list[StateChunk] = []
-        self._open: dict[tuple[bool, torch.dtype], StateChunk] = {}
+        self._open: dict[tuple[bool, torch.dtype, bool], StateChunk] = {}
 
-    def register(self, shard: int, elements: ShardRange, param_dtype: torch.dtype = torch.float32) -> None:
+    def register(
+        self,
+        shard: int,
+        elements: ShardRange,
+        param_dtype: torch.dtype = torch.float32,
+        *,
+        orthogonalizes: bool = False,
+    ) -> None:
         """Assign a range of a bucket shard to chunks, Next-Fit; call it before `allocate`.
 
         Args:
             elements: the range. Ranges whose gradients need an extra reduction go to separate chunks.
             param_dtype: dtype of its parameters; a chunk contains parameters of one dtype.
+            orthogonalizes: whether they have Muon's states; so have all parameters of a chunk.
         """
         begin, end, group, needs_extra_reduction, draw = elements
-        kind = needs_extra_reduction, param_dtype
+        kind = needs_extra_reduction, param_dtype, orthogonalizes
         while begin < end:
             chunk = self._open.get(kind)
             if chunk is None or chunk.numel + min(end - begin, self.size) > self.size:
@@ -260,14 +271,15 @@ class ChunkManager:
             if self._copier is None:  # never exchanged
                 chunk.size = chunk.numel
 
-    def allocate(self, dtypes_of: Callable[[torch.dtype], Mapping[str, torch.dtype]]) -> None:
+    def allocate(self, dtypes_of: Callable[[torch.dtype, bool], Mapping[str, torch.dtype]]) -> None:
         """Allocate the buffers of every chunk on the host or the device, one for each state of
         `dtypes_of`."""
         for chunk in self.chunks:
-            chunk.allocate(dtypes_of(chunk.param_dtype), _NOWHERE)
+            chunk.allocate(dtypes_of(chunk.param_dtype, chunk.orthogonalizes), _NOWHERE)
         memories = dict(self._host_memories())
         for chunk in self.chunks:
-            chunk.allocate(dtypes_of(chunk.param_dtype), memories.get(chunk, self._device))
+            memory = memories.get(chunk, self._device)
+            chunk.allocate(dtypes_of(chunk.param_dtype, chunk.orthogonalizes), memory)
 
     def _host_memories(self) -> list[tuple[StateChunk, Allocator]]:
         """Return the memory of each chunk on the host: the first chunks, needed last, are on the disk."""

@@ -18,7 +18,7 @@ import torch
 
 from patch.memory import HOST, DiskMemory, OffloadDevice
 from patch.memory.disk import Jobs
-from patch.optimizer.kernels import AdamScalars
+from patch.optimizer.kernels import Scalars
 from patch.optimizer.states.chunk import BucketShard, Chunk, StateChunk
 from patch.optimizer.states.host_buffers import OutputBuffers
 from patch.optimizer.states.host_update import HostUpdates, _ChunkUpdate
@@ -64,7 +64,7 @@ class DiskUpdates(HostUpdates):
         while len(self._free) < min(num_chunks, NUM_BUFFERS):
             self._free.append(_Buffer(self._buffers.make_states(HOST)))
 
-    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
+    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[Scalars]) -> None:
         """Update chunks in the background; see HostUpdates."""
         super().start_updates(chunks, scalars)
         self._order = chunks
@@ -132,7 +132,7 @@ class DiskUpdates(HostUpdates):
         assert self._taken is not None
         return self._taken.states, self._taken.states
 
-    def _compute(self, update: _ChunkUpdate, scalars: Sequence[AdamScalars], outputs: OutputBuffers) -> None:
+    def _compute(self, update: _ChunkUpdate, scalars: Sequence[Scalars], outputs: OutputBuffers) -> None:
         buffer, begin = self._taken, time.perf_counter()
         assert buffer is not None
         for job in buffer.jobs:

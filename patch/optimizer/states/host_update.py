@@ -28,7 +28,7 @@ import torch
 
 from patch.compat.torch_internals import region
 from patch.memory import HOST, Allocator, Event, Joinable, OffloadDevice
-from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
+from patch.optimizer.kernels import AdamStates, Scalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.low_bit_moments import elements_of
 from patch.optimizer.states.chunk import BucketShard, Chunk, ChunkRange, StateChunk
 from patch.optimizer.states.host_buffers import HostBuffers, InputBuffers, OutputBuffers
@@ -48,7 +48,7 @@ def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tenso
         each = elements_of(name)
         return states[name].data[in_chunk.start // each : in_chunk.stop // each] if name in states else None
 
-    moments = states["exp_avg"].data[in_chunk], states["exp_avg_sq"].data[in_chunk]
+    moments = part("exp_avg"), part("exp_avg_sq")
     scales = part("exp_avg_scale"), part("exp_avg_sq_scale")
     for name in ("master", "master_low"):
         if name in states:
@@ -100,7 +100,7 @@ class HostUpdates:
         """Guards `_buffers.inputs` and `_queue`."""
         self._queue: deque[_ChunkUpdate] = deque()
         """Updates that the worker has not begun, in order; during backward only some are submitted to it."""
-        self._expected: Sequence[AdamScalars] | None = None
+        self._expected: Sequence[Scalars] | None = None
         """The scalars of the current step's update without clipping, or None outside of a step."""
         self._updates: dict[StateChunk, _ChunkUpdate] = {}
         """The updates of the current step's chunks whose gradients are known to be final."""
@@ -120,7 +120,7 @@ class HostUpdates:
         """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
         self._buffers.resize(num_chunks)
 
-    def start_step(self, expected: Sequence[AdamScalars]) -> None:
+    def start_step(self, expected: Sequence[Scalars]) -> None:
         """Begin a step before its backward, with the scalars of each parameter group for no clipping."""
         self._expected = expected
 
@@ -140,7 +140,7 @@ class HostUpdates:
             job = self._worker.submit(self._update_speculatively, update, outputs, self._expected)
             self._speculations[chunk] = _Speculation(update, outputs, job)
 
-    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
+    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[Scalars]) -> None:
         """Update all chunks on the host in the background, in the order in which their parameters are needed.
 
         At the end of the current stream, all gradients must be final and old parameters no longer read.
@@ -247,7 +247,7 @@ class HostUpdates:
     # The methods below run in the worker thread.
 
     def _update_speculatively(
-        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
+        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[Scalars]
     ) -> None:
         with self._inputs_of(update):
             self._compute(update, scalars, outputs)
@@ -259,7 +259,7 @@ class HostUpdates:
         return self._copy_params_back(update.chunk, outputs, update.chunk.ranges)
 
     def _update_in_place(
-        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
+        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[Scalars]
     ) -> Event:
         with self._inputs_of(update):
             self._compute(update, scalars, outputs)
@@ -288,7 +288,7 @@ class HostUpdates:
         return update.chunk.states, outputs.shadow or update.chunk.states
 
     def _compute(
-        self, update: _ChunkUpdate, scalars: Sequence[AdamScalars], outputs: OutputBuffers
+        self, update: _ChunkUpdate, scalars: Sequence[Scalars], outputs: OutputBuffers
     ) -> None:
         assert update.inputs is not None and update.inputs_copied is not None
         update.inputs_copied.synchronize()

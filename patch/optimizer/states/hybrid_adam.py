@@ -7,6 +7,7 @@ waits for the shard's new parameters (`wait_for_update`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from patch.memory import (
     TorchAllocator,
     write_values,
 )
-from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels import AdamKernel, AdamScalars, Scalars, SgdScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.low_bit_moments import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.param_groups import ParamGroup, group_rates
@@ -40,10 +41,17 @@ _MASTERS = {
 """States of a parameter's fp32 master, by the parameter's dtype. An fp32 parameter is its own master, a bf16
 parameter is the high bits of its master (see kernels/spec.py), an fp16 parameter has a separate master."""
 
+MOMENTUM = "momentum_buffer"
+"""The state of Muon's matrices."""
 
-def state_dtypes(config: OptimizerConfig, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the names and dtypes of the states of parameters of some dtype."""
-    moments = {"exp_avg": DTYPES[config.exp_avg_dtype], "exp_avg_sq": DTYPES[config.exp_avg_sq_dtype]}
+
+def state_dtypes(
+    config: OptimizerConfig, param_dtype: torch.dtype, orthogonalizes: bool = False
+) -> dict[str, torch.dtype]:
+    """Return the names and dtypes of the states of parameters of some dtype, or of Muon's matrices."""
+    if orthogonalizes:
+        return {MOMENTUM: torch.float32} | _MASTERS[param_dtype]
+    moments = {name: DTYPES[kind] for name, kind in config.moments.items()}
     scaled = [name for name, dtype in moments.items() if dtype == torch.uint8]
     return moments | {scale_name(name): torch.float32 for name in scaled} | _MASTERS[param_dtype]
 
@@ -95,8 +103,8 @@ class HybridAdam:
         self.step_count = 0
         self.dtypes: dict[str, torch.dtype] = {}
         """The dtype of each state, by its name; parameters of one dtype have only some of the states."""
-        for shard in shards:
-            self.dtypes |= self.state_dtypes(shard.param.dtype)
+        for shard, is_matrix in product(shards, {group.orthogonalizes for group in groups}):
+            self.dtypes |= self.state_dtypes(shard.param.dtype, is_matrix)
         on_device = (shard.grad.device for shard in shards if not shard.is_on_host)
         device = next(on_device, torch.device("cpu"))
         self._kernel = _device_kernel(device, offload)
@@ -120,7 +128,7 @@ class HybridAdam:
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
         self.manager.allocate(self.state_dtypes)
-        self._scalars: list[AdamScalars] | None = None
+        self._scalars: list[Scalars] | None = None
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
         self._reductions: dict[StateChunk, list[Joinable]] = {}
@@ -129,9 +137,9 @@ class HybridAdam:
         self._resize_host_buffers()
         self.copy_model_params_to_main_params()
 
-    def state_dtypes(self, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the names and dtypes of the states of parameters of some dtype."""
-        return state_dtypes(self._config, param_dtype)
+    def state_dtypes(self, param_dtype: torch.dtype, orthogonalizes: bool = False) -> dict[str, torch.dtype]:
+        """Return the names and dtypes of the states of parameters of some dtype, or of Muon's matrices."""
+        return state_dtypes(self._config, param_dtype, orthogonalizes)
 
     def _register(
         self, shards: Sequence[BucketShard], *, are_moved: bool, streamed: float
@@ -141,7 +149,8 @@ class HybridAdam:
                 # Only updates during backward need separate chunks.
                 needs_own_chunk = range_.needs_extra_reduction and are_moved
                 elements = range_._replace(needs_extra_reduction=needs_own_chunk)
-                self.manager.register(index, elements, shard.param.dtype)
+                is_matrix = self._groups[range_.group].orthogonalizes
+                self.manager.register(index, elements, shard.param.dtype, orthogonalizes=is_matrix)
         self.manager.finish_registration()
         chunks_of: list[list[StateChunk]] = [[] for _ in shards]
         for chunk in self.manager.chunks:
@@ -163,7 +172,8 @@ class HybridAdam:
         state_bytes = min(host_bytes, offload.host_state_bytes)
         there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
         spare_bytes = max(0, offload.host_bytes - there - state_bytes)
-        common = self.shards, self.dtypes, size
+        updated = {name: dtype for name, dtype in self.dtypes.items() if name != MOMENTUM}
+        common = self.shards, updated, size
         streamed, disk = None, None
         if offload.streamed:
             streamed = StreamedUpdates(*common, offload.streams or offload.device, self._kernel)
@@ -303,20 +313,26 @@ class HybridAdam:
         for chunk in self._chunks_of[index]:
             yield from chunk.views(name, index, begin, end)
 
-    def _scalars_of(self, lr: float | Sequence[float], grad_scale: float, step: int) -> list[AdamScalars]:
-        return [
-            AdamScalars(
-                lr=rate,
-                beta1=self._config.adam_beta1,
-                beta2=self._config.adam_beta2,
-                eps=self._config.adam_eps,
-                weight_decay=group.weight_decay,
+    def _scalars_of(self, lr: float | Sequence[float], grad_scale: float, step: int) -> list[Scalars]:
+        config, found = self._config, list[Scalars]()
+        for rate, group in zip(group_rates(lr, self._groups), self._groups, strict=True):
+            common = {"lr": rate, "weight_decay": group.weight_decay, "grad_scale": grad_scale}
+            if group.orthogonalizes:  # gradients are already directions
+                found.append(SgdScalars(lr=rate, weight_decay=group.weight_decay, momentum=0.0))
+                continue
+            if config.optimizer == "sgd":
+                found.append(SgdScalars(**common, momentum=config.sgd_momentum))
+                continue
+            adam = AdamScalars(
+                **common,
+                beta1=config.adam_beta1,
+                beta2=config.adam_beta2,
+                eps=config.adam_eps,
                 step=step,
-                grad_scale=grad_scale,
-                decoupled_weight_decay=self._config.decoupled_weight_decay,
+                decoupled_weight_decay=config.decoupled_weight_decay,
             )
-            for rate, group in zip(group_rates(lr, self._groups), self._groups, strict=True)
-        ]
+            found.append(adam)
+        return found
 
 
 def _chunk_size(shards: Sequence[BucketShard], offload: Offload | None) -> int:

@@ -48,7 +48,6 @@ class ShardStates:
     Args:
         dtypes: the dtypes of the states, by their names.
         ranges: returns the parts of a state by its name: views, valid until chunks move or the next step.
-        dtypes_of: returns names and dtypes of the states of a weight of some dtype.
         parameters: all trainable parameters of this rank.
     """
 
@@ -56,11 +55,9 @@ class ShardStates:
         self,
         dtypes: Mapping[str, torch.dtype],
         ranges: Callable[[str], Iterable[StateRange]],
-        dtypes_of: Callable[[torch.dtype], Mapping[str, torch.dtype]],
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
         self._dtypes, self._ranges, self._parameters = dtypes, ranges, parameters
-        self._dtypes_of = dtypes_of
 
     def flat(self) -> dict[str, torch.Tensor]:
         """Return each state as one flat tensor on the CPU."""
@@ -97,7 +94,8 @@ class ShardStates:
         for name in self._dtypes:
             found |= sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}.", elements_of(name))
         if not is_loading:
-            found |= zeros_of_frozen(model_state, set(map(id, self._parameters)), self._dtypes_of, _STATE)
+            trained, stored = set(map(id, self._parameters)), {entry.key for entry in found.values()}
+            found |= zeros_of_frozen(model_state, trained, self._dtypes, stored, _STATE)
         return found
 
 
@@ -179,7 +177,8 @@ def _rng_coords(shard: ShardedTensor) -> RngCoords:
 def zeros_of_frozen(
     model_state: ShardedStateDict,
     trained: set[int],
-    dtypes_of: Callable[[torch.dtype], Mapping[str, torch.dtype]],
+    dtypes: Mapping[str, torch.dtype],
+    stored: set[str],
     prefix: str,
 ) -> ShardedStateDict:
     """Return zeros for frozen layers, which `sharded_ranges` leaves out of stored tensors.
@@ -190,7 +189,8 @@ def zeros_of_frozen(
 
     Args:
         trained: ids of this rank's trainable parameters.
-        dtypes_of: returns name -> dtype of a weight's states, by the weight's dtype; "" for a nameless one.
+        dtypes: the dtypes of all states, by their names; "" for a nameless state.
+        stored: the keys of the states that this rank stores.
         prefix: the shards' keys are `prefix` + "." + state + "." + the weight's key.
     """
     shards = [
@@ -199,17 +199,17 @@ def zeros_of_frozen(
         for shard, _ in found
     ]
     everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, {shard.key for is_trained, shard in shards if is_trained})
+    dist.all_gather_object(everywhere, stored)
     filled: ShardedStateDict = {}
     for is_trained, shard in shards:
-        if is_trained or not any(shard.key in keys for keys in everywhere):
-            continue
-        for name, dtype in dtypes_of(shard.data.dtype).items():
+        for name, dtype in {} if is_trained else dtypes.items():
+            key = f"{prefix}.{name}." if name else f"{prefix}."
+            if not any(key + shard.key in keys for keys in everywhere):
+                continue
             shape = _fewer(_local_shape(shard), elements_of(name))
             zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
             rectangle = (0,) * len(shape), shape
-            key, replica = f"{prefix}.{name}." if name else f"{prefix}.", _replica(shard)[2]
-            filled |= _entry(shard, key, zeros, rectangle, replica, elements_of(name))
+            filled |= _entry(shard, key, zeros, rectangle, _replica(shard)[2], elements_of(name))
     return filled
 
 

@@ -17,7 +17,7 @@ import torch
 from patch.compat.torch_internals import region
 from patch.layout.buckets import NUM_STREAMED
 from patch.memory import Event, Joinable, OffloadDevice
-from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem
+from patch.optimizer.kernels import AdamKernel, Scalars, UpdateItem
 from patch.optimizer.kernels.low_bit_moments import elements_of
 from patch.optimizer.states.chunk import BucketShard, Chunk, StateChunk
 from patch.optimizer.states.host_update import adam_states
@@ -82,7 +82,7 @@ class StreamedUpdates:
             }
             self._buffers.append(_Buffer(states))
 
-    def start_step(self, expected: Sequence[AdamScalars]) -> None:
+    def start_step(self, expected: Sequence[Scalars]) -> None:
         """Do nothing: updates begin with `start_updates`."""
 
     def grads_ready(self, chunk: StateChunk, after: Sequence[Joinable]) -> None:
@@ -91,7 +91,7 @@ class StreamedUpdates:
     def cancel_step(self) -> None:
         """Do nothing: before `start_updates` nothing has begun."""
 
-    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
+    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[Scalars]) -> None:
         """Queue the updates of all streamed chunks, in the order in which their parameters are needed."""
         self._updated = {}
         final = self._device.record_event()
@@ -100,16 +100,16 @@ class StreamedUpdates:
             self._update(chunk, buffer, scalars, final)
 
     def _update(
-        self, chunk: StateChunk, buffer: _Buffer, scalars: Sequence[AdamScalars], final: Event
+        self, chunk: StateChunk, buffer: _Buffer, scalars: Sequence[Scalars], final: Event
     ) -> None:
-        there = [(chunk.states[name].data, each.data[: chunk.states[name].size])
-                 for name, each in buffer.states.items() if name in chunk.states]  # fmt: skip
+        own = {name: each for name, each in buffer.states.items() if name in chunk.states}
+        there = [(chunk.states[n].data, each.data[: chunk.states[n].size]) for n, each in own.items()]
         # Copies back run in order, so the last use of the buffer is behind the chunk's own last copy back.
         arrived = self._device.copy_to_device(there, buffer.copied_back or self._last)
         items = []
         for r in chunk.ranges:
             shard = self._shards[r.shard]
-            states = adam_states(buffer.states, r.in_chunk, shard.param[r.in_shard])
+            states = adam_states(own, r.in_chunk, shard.param[r.in_shard])
             items.append(UpdateItem(shard.grad[r.in_shard], states, scalars[r.group], None, r.draw))
 
         def update() -> None:

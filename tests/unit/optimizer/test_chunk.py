@@ -114,7 +114,7 @@ def test_states_on_the_device_have_no_copy_on_the_host() -> None:
     manager = filled([1000], 100, device)
     for chunk in manager.chunks[:4]:
         chunk.is_on_host = True
-    manager.allocate(lambda _: DTYPES)
+    manager.allocate(lambda *_: DTYPES)
     for _ in range(2):  # a move to where a chunk lies, in the original a KeyError, changes nothing
         assert manager.total_bytes(on_host=True) == 4 * 100 * 10
         assert manager.total_bytes(on_host=False) == 6 * 100 * 10 == device.allocated_bytes
@@ -142,7 +142,7 @@ def test_states_reach_the_device_while_the_host_goes_on() -> None:
     manager = filled([100], 100, device)
     (chunk,) = manager.chunks
     chunk.is_on_host = True
-    manager.allocate(lambda _: DTYPES)
+    manager.allocate(lambda *_: DTYPES)
     chunk.states["exp_avg_sq"].data.copy_(torch.arange(100.0))
     manager.move(chunk, to_host=False)
     assert not chunk.is_on_host and not chunk.states["exp_avg_sq"].data.any()
@@ -160,7 +160,7 @@ def test_a_device_that_is_full_says_so_and_the_chunk_stays() -> None:
     device = SimulatedDevice(100 * 10 + 500)  # room for one of three states
     manager = filled([200], 100, device)
     manager.chunks[1].is_on_host = True
-    manager.allocate(lambda _: DTYPES)
+    manager.allocate(lambda *_: DTYPES)
     with pytest.raises(SimulatedOutOfMemory, match="--simulated-device-memory"):
         manager.move(manager.chunks[1], to_host=False)
     assert manager.chunks[1].is_on_host

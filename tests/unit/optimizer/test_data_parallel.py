@@ -29,6 +29,7 @@ from optimizer_runs import (
     BUCKET,
     LR,
     NUMEL,
+    RULES,
     ZERO_STAGES,
     OddModel,
     Oracle,
@@ -56,7 +57,7 @@ class Case(NamedTuple):
     bucket_size: int
     accumulation: int
     dtype: torch.dtype = torch.float32
-    is_decoupled: bool = True
+    rule: str = "AdamW"
     is_wide: bool = False
     """Parameters are larger than buckets, which cut them."""
 
@@ -82,7 +83,8 @@ CASES = [
     *(Case(*values) for values in product(ZERO_STAGES, (300,), ACCUMULATIONS)),
     *(Case(stage, *values) for stage in ZERO_STAGES for values in ((1, 4), (10**9, 1))),
     *(Case(zero_stage, 300, 4, torch.bfloat16) for zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)),
-    Case(ZeroStage.OPTIMIZER, 300, 1, is_decoupled=False),
+    *(Case(ZeroStage.OPTIMIZER, 300, 1, rule=rule) for rule in ("Adam", "SGD")),
+    Case(ZeroStage.PARAMETERS, 300, 1, rule="SGD"),
     *(Case(zero_stage, 2**16, 2, is_wide=True) for zero_stage in ZERO_STAGES),
     *(
         Case(zero_stage, 300, accumulation, num_instances=2)
@@ -105,7 +107,7 @@ def train(case: Case, rank: int, dp_size: int) -> Outcome:
     model = case.model()
     optimizer = build_optimizer(
         model, case.zero_stage, reduce_bucket_size=case.bucket_size, num_instances=case.num_instances,
-        decoupled_weight_decay=case.is_decoupled, grad_reduce_in_bf16=case.rounds,
+        **RULES[case.rule], grad_reduce_in_bf16=case.rounds,
         ddp_pad_buckets_for_high_nccl_busbw=case.is_wide and case.zero_stage is ZeroStage.GRADIENTS,
     )  # fmt: skip
     norms = [take_step(model, optimizer, step[rank]) for step in case.steps(dp_size)]
@@ -121,7 +123,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def oracle(case: Case, dp_size: int) -> Outcome:
-    how = {"is_decoupled": case.is_decoupled, "num_instances": case.num_instances, "rounds": case.rounds}
+    how = {"rule": case.rule, "num_instances": case.num_instances, "rounds": case.rounds}
     reference = Oracle(case.model(), case.zero_stage, **how)
     norms = [reference.take_step(step) for step in case.steps(dp_size)]
     return Outcome(norms, weights_of(reference.model))
@@ -143,7 +145,7 @@ def test_weights_after_ten_steps_are_those_of_the_oracle(ranks: list, case: Case
         assert found["outcomes"][case].norms == pytest.approx(expected.norms, rel=1e-5 if bound else 1e-14)
         for name, weight in found["outcomes"][case].weights.items():
             np.testing.assert_allclose(weight, expected.weights[name], rtol=0, atol=bound, err_msg=name)
-            assert np.abs(weight - initial[name]).max() > LR
+            assert np.abs(weight - initial[name]).max() > LR / 10
 
 
 def formula(zero_stage: ZeroStage, weights: int, states: int, num_ranks: int) -> float:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from optimizer_runs import (
+    RULES,
     OddModel,
     RandomPolicy,
     SlowKernel,
@@ -42,6 +43,7 @@ RUNS = [
     (ZeroStage.OPTIMIZER, torch.float16, CLIPPED, "fp32"),
     (ZeroStage.GRADIENTS, torch.float32, FREE, "bf16"),
     (ZeroStage.GRADIENTS, torch.bfloat16, SOMETIMES, "fp32"),
+    (ZeroStage.GRADIENTS, torch.bfloat16, SOMETIMES, "SGD"),
 ]
 RANDOM = "random"
 FIXED = [(0.0, 100), (0.3, 100), (1.0, 100), (0.5, 0)]
@@ -72,7 +74,7 @@ def train(rank: int, run: tuple, place: tuple | None, folder: Path) -> dict[str,
         for host_bytes in place[2:]:
             offload = replace(offload, disk=DiskMemory(folder), host_state_bytes=host_bytes)
     changes = {"clip_grad": clip_grad, "reduce_bucket_size": 200, "initial_loss_scale": 1024.0}
-    changes |= {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+    changes |= RULES.get(moments) or {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
     with host_kernel(SlowKernel(0.0, 0.005)) if is_random else nullcontext():
         optimizer = build_optimizer(model, zero_stage, offload=offload, **changes)
     norms = []

@@ -188,6 +188,7 @@ def test_states_are_bitwise_the_same_after_every_layout_and_for_plain_torch(tmp_
 def written_zeros(rank: int, world_size: int) -> list[tuple[str, tuple, tuple]]:
     """What this rank writes where the second of two layers is frozen: a copied weight, and its own expert."""
     state, trained = {}, set()
+    stored = {"optimizer.exp_avg.decoder.copied", "optimizer.exp_avg.decoder.expert"}
     kinds = ("copied", (1, 0, 1), (0, 0, rank)), ("expert", (1, rank, world_size), (0, 0, 0))
     for name, place, replica in kinds:
         for layer in range(2):
@@ -196,7 +197,8 @@ def written_zeros(rank: int, world_size: int) -> list[tuple[str, tuple, tuple]]:
             state[f"{name}{layer}"] = ShardedTensor.from_rank_offsets(
                 f"decoder.{name}", weight, (0, layer, 2), place, replica_id=replica, prepend_axis_num=1
             )
-    zeros = zeros_of_frozen(state, trained, lambda dtype: {"exp_avg": dtype}, "optimizer")
+    dtypes = dict.fromkeys(("exp_avg", "momentum_buffer"), torch.float32)  # the second one is of others
+    zeros = zeros_of_frozen(state, trained, dtypes, stored, "optimizer")
     written = [shard for shard in zeros.values() if is_main_replica(shard.replica_id)]
     return sorted((shard.key, shard.global_offset, shard.local_shape) for shard in written)
 

@@ -84,6 +84,9 @@ def test_8b_in_4_bits_on_a_gpu_of_24_gb_is_planned_and_named() -> None:
     others = total_parameters(run.model) - matrices + OF_8B
     assert bytes_per_rank(run) == (2 * others + matrices * 36 // 64, *bytes_per_rank(lora)[1:])
     assert frozen_of(planned_run(tp=2, pp=2, flags=flags), 1).in_4_bits == matrices // 4
+    rows = 16 * (6144 // 2 + 4096 + 14336 + 4096)  # each with an index, a mean and two scales
+    double = frozen_of(planned_run(tp=2, pp=2, flags=f"{flags}-double"), 1)
+    assert double.packed_bytes == matrices // 4 * 33 // 64 + 16 * rows
     assert lora_hint(lora, card.facts).startswith("QLoRA of this run fits: --quantize-base nf4 (")
     assert fit_of(run, card.facts).is_whole and not lora_hint(run, card.facts)
     assert step_time(lora, H100).seconds < step_time(run, H100).seconds

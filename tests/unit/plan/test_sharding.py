@@ -33,6 +33,9 @@ def test_bytes_held_follow_the_level_and_the_ranks_that_share(instances, states)
     count = total_parameters(config.model)
     assert held[:3] == [(2 + 4 + 10) * count, (2 + 4 + states) * count, (2 + (4 / 10 + 1) * states) * count]
     assert held[3] == (2 + 4 + 10) * count * instances / 4
+    matrices = config.model.num_layers * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 160 * 64)
+    for optimizer, with_one_moment in (("sgd", count), ("muon", matrices)):
+        assert held[0] - bytes_per_rank(_run("none", optimizer=optimizer)).total == 4 * with_one_moment
 
 
 def test_all_rounded_gradients_travel_in_two_pairs_of_buffers():

@@ -138,7 +138,8 @@ def test_numbers_of_4_bits_have_torchs_bits(fused, shape, dtype):
     torch.manual_seed(0)
     packed = nf4_product.quantize(torch.randn(shape).exp().sub(1))
     weight = torch.empty(shape, dtype=dtype)
-    fused.dequantize_nf4(packed, nf4_product._tables(packed.device).levels, weight)
+    scales = nf4_product._scales_of(packed, shape[1])
+    fused.dequantize_nf4(packed, scales, nf4_product._tables(packed.device).levels, weight)
     assert torch.equal(weight, nf4_product.dequantize(packed, dtype))
 
 
@@ -201,6 +202,7 @@ from triton.compiler import ASTSource
 from patch.model.kernels import fused
 
 INTS = {"width", "table_rows", "blocks", "token_stride", "head_stride", "queries"}
+INTS |= {"code_stride", "scale_stride"}
 SIZES = {"_rotate": (32, 64, 32, 64), "_qkv": (8, 4, 64, 8, 64, True), "_merge_attention": (32, 128, 16, 128)}
 NAMES = ("_swiglu", "_swiglu_backward", "_bias_gelu", "_bias_gelu_backward", "_rotate", "_qkv",
          "_dequantize_nf4", "_weighted_swiglu", "_weighted_swiglu_backward", "_merge_attention",

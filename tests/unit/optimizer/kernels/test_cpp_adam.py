@@ -3,14 +3,15 @@
 import math
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from adam_cases import BLOCKS, FORMS, MOMENTS, SIZES, assert_equal, bits_after, make_items, scalars
+from adam_cases import BLOCKS, FORMS, MOMENTS, RULES, SIZES, assert_equal, bits_after, make_items, scalars
 
-from patch.optimizer.kernels import AdamStates, UpdateItem
+from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.kernels.cpp_adam import INSTRUCTION_SETS, CppAdam, load, num_threads
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
@@ -27,11 +28,11 @@ def kernel(request):
 @pytest.mark.parametrize("grad_dtype", GRADIENTS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_instruction_set_equals_the_oracle(kernel, form, grad_dtype):
-    for is_decoupled in (True, False):
+    for rule, has_out in product(RULES, (False, True)):
         for seed, scale in enumerate((1e-30, 1e-3, 1.0, 1e12)):
-            step = scalars(step=10**seed, decoupled_weight_decay=is_decoupled)
-            ours, expected = (make_items(form, grad_dtype, step, seed=seed, scale=scale) for _ in range(2))
-            assert_equal(bits_after(kernel, ours), bits_after(NumpyAdam(), expected))
+            step = replace(rule, step=10**seed) if isinstance(rule, AdamScalars) else rule
+            make = partial(make_items, form, grad_dtype, step, seed=seed, scale=scale, has_out=has_out)
+            assert_equal(bits_after(kernel, make()), bits_after(NumpyAdam(), make()))
 
 
 @pytest.mark.parametrize("moments", MOMENTS, ids="-".join)

@@ -1,9 +1,11 @@
 """The oracle itself: held against torch's own Adam and AdamW (closely), its rounding against known bits."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from adam_cases import SPECIAL, scalars
+from adam_cases import RULE_NAMES, RULES, SPECIAL, scalars
 
 from patch.optimizer.kernels.low_bit_moments import RngCoords, codes
 from patch.optimizer.kernels.numpy_adam import (
@@ -13,25 +15,33 @@ from patch.optimizer.kernels.numpy_adam import (
     random_numbers,
     round_stochastically,
     round_to_bf16,
+    sgd,
     to_eight_bits,
 )
 
 
-@pytest.mark.parametrize("is_decoupled", [True, False], ids=["AdamW", "Adam"])
+@pytest.mark.parametrize("rule", RULES, ids=RULE_NAMES)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_oracle_follows_torch_over_many_steps(weight_decay, is_decoupled):
+def test_oracle_follows_torch_over_many_steps(weight_decay, rule):
     torch.manual_seed(0)
     reference = torch.nn.Parameter(torch.randn(1000, dtype=torch.float64))
-    kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
-    optimizer = kind([reference], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
-    param, states = reference.detach().float().numpy(), [np.zeros(1000, np.float32)] * 2
+    momentum = getattr(rule, "momentum", None)
+    if momentum is None:
+        kind = torch.optim.AdamW if rule.decoupled_weight_decay else torch.optim.Adam
+        optimizer = kind([reference], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
+    else:
+        optimizer = torch.optim.SGD([reference], lr=1e-2, momentum=momentum, weight_decay=weight_decay)
+    num_moments = 2 if momentum is None else momentum > 0
+    param, states = reference.detach().float().numpy(), [np.zeros(1000, np.float32)] * num_moments
     for step in range(1, 51):
         grad = torch.randn(1000)
         reference.grad = grad.double()
         optimizer.step()
-        changes = {"weight_decay": weight_decay, "decoupled_weight_decay": is_decoupled}
-        ours = scalars(lr=1e-2, step=step, grad_scale=0.5, **changes)
-        param, *states = adam(param, 2 * grad.numpy(), *states, ours)
+        ours = replace(rule, lr=1e-2, grad_scale=0.5, weight_decay=weight_decay)
+        if momentum is None:
+            param, *states = adam(param, 2 * grad.numpy(), *states, replace(ours, step=step))
+        else:
+            param, *states = sgd(param, 2 * grad.numpy(), *states, scalars=ours)
     np.testing.assert_allclose(param, reference.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
