@@ -14,7 +14,7 @@ from patch.device import MachineFacts
 from patch.families import EXPERT_FIELDS
 from patch.families.adapters import AdapterConfig
 from patch.features.backends import no_transformer_engine
-from patch.features.table import TP_OVERLAP, WITHOUT_TP_OVERLAP
+from patch.features.table import FEATURES, TP_OVERLAP, WITHOUT_TP_OVERLAP
 
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _INTERLEAVING = (
@@ -36,6 +36,9 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
                 yield f"{where(field)} has no effect{why}"
     yield from _offload_remarks(config, machine)
     yield from _numerics_remarks(config, machine)
+    untried = [each.name for each in FEATURES if each.proven == "cpu" and each.is_on(config)]
+    if untried and machine.cuda_devices:
+        yield f"not tested on a GPU yet: {', '.join(untried)}"
 
 
 def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:

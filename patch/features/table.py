@@ -1,7 +1,7 @@
 """The features of a run, and the pairs that exclude each other: `CONFLICTS` is the only place where two meet.
 
-Rules (patch/checks), `--transformer-impl auto` and `can_overlap_tp_comm` (backends.py), the planner's search,
-the tables of guides and the rules of tests/covered_layouts.md read it. Rules about sizes are in patch/checks.
+Rules and notes (patch/checks), `--transformer-impl auto` and `can_overlap_tp_comm` (backends.py), the planner's
+search, the tables of guides and the rules of tests/covered_layouts.md read it. Rules about sizes are in checks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Feature:
     """A further condition."""
     choice: Literal["beside", "or", "shape"] = "beside"
     """How another feature's refusal mentions it: as given, as another way out, or (a model's shape) not."""
+    proven: Literal["cpu", "one gpu", "several gpus"] = "cpu"
+    """The largest machine that has run it: CPUs with several processes, one GPU, or several GPUs."""
 
     def is_on(self, config: RunConfig) -> bool:
         """Return whether a run uses the feature."""
@@ -81,41 +83,46 @@ def _has_experts(run: RunConfig) -> bool:
 
 _16_BITS = "bf16, fp16 or fp32"
 
-LORA = Feature("LoRA", "lora_rank", "0")
-NF4 = Feature("nf4 weights (QLoRA)", "quantize_base", "none")
+LORA = Feature("LoRA", "lora_rank", "0", proven="one gpu")
+NF4 = Feature("nf4 weights (QLoRA)", "quantize_base", "none", proven="one gpu")
 LORA_OF_EXPERTS = Feature("LoRA of experts", "lora_rank", "0",
                           condition=lambda run: adapts_experts(run.model, run.adapter))
 DECOUPLED_LR = Feature("--decoupled-lr", "decoupled_lr", "none")
-FP8 = Feature("fp8", "precision", _16_BITS, on="fp8")
-FP32 = Feature("fp32", "precision", "bf16, fp16 or fp8", on="fp32")
-FP8_GATHER = Feature("fp8 gathers of weights", "fp8_param_gather", "false")
-ALIGNMENT = Feature("--precision-align", "precision_align", "none", choice="or")
-EXPERTS = Feature("experts", "num_experts", "0", choice="shape")
-EXPERT_PARALLEL = Feature("EP", "expert_model_parallel_size", "1", condition=_has_experts)
-TP_OF_EXPERTS = Feature("TP with experts", "tensor_model_parallel_size", "1", condition=_has_experts)
+FP8 = Feature("fp8", "precision", _16_BITS, on="fp8", proven="one gpu")
+FP32 = Feature("fp32", "precision", "bf16, fp16 or fp8", on="fp32", proven="one gpu")
+FP8_GATHER = Feature("fp8 gathers of weights", "fp8_param_gather", "false", proven="one gpu")
+ALIGNMENT = Feature("--precision-align", "precision_align", "none", choice="or", proven="one gpu")
+EXPERTS = Feature("experts", "num_experts", "0", choice="shape", proven="one gpu")
+EXPERT_PARALLEL = Feature("EP", "expert_model_parallel_size", "1", condition=_has_experts, proven="one gpu")
+TP_OF_EXPERTS = Feature("TP with experts", "tensor_model_parallel_size", "1", condition=_has_experts,
+                        proven="one gpu")
 CAPACITY = Feature("expert capacity", "moe_expert_capacity_factor", "0", condition=_has_experts)
-LATENTS = Feature("latent attention", "kv_lora_rank", "0", choice="shape")
-QKV_BIAS = Feature("biases of q, k and v", "add_qkv_bias", "false")
-QK_NORM = Feature("norms of heads", "qk_layernorm", "false")
-WINDOW = Feature("sliding window", "window_size", "none")
-ROPE_SCALING = Feature("scaled RoPE", "use_rope_scaling", "false")
+LATENTS = Feature("latent attention", "kv_lora_rank", "0", choice="shape", proven="one gpu")
+QKV_BIAS = Feature("biases of q, k and v", "add_qkv_bias", "false", proven="one gpu")
+QK_NORM = Feature("norms of heads", "qk_layernorm", "false", proven="one gpu")
+WINDOW = Feature("sliding window", "window_size", "none", proven="one gpu")
+ROPE_SCALING = Feature("scaled RoPE", "use_rope_scaling", "false", proven="one gpu")
 OTHER_LAYERS = Feature("layers unlike LLaMA's", "model_type", "auto", choice="shape",
-                       condition=lambda run: not traits_of(run.model).is_llama_like)
+                       condition=lambda run: not traits_of(run.model).is_llama_like, proven="one gpu")
 ALIBI = Feature("ALiBi", "model_type", "auto", choice="shape",
-                condition=lambda run: not traits_of(run.model).has_rope)
+                condition=lambda run: not traits_of(run.model).has_rope, proven="one gpu")
 ONE_ORDER = Feature("layers unlike LLaMA's and BLOOM's", "model_type", "auto", choice="shape",
-                    condition=lambda run: OTHER_LAYERS.is_on(run) and not traits_of(run.model).is_bloom_like)
-CP = Feature("CP", "context_parallel_size", "1")
+                    condition=lambda run: OTHER_LAYERS.is_on(run) and not traits_of(run.model).is_bloom_like,
+                    proven="one gpu")
+CP = Feature("CP", "context_parallel_size", "1", proven="one gpu")
 TP_OVERLAP = Feature("TP overlap", "tp_comm_overlap", "false", on=True,
-                     condition=lambda run: run.parallel.tensor_model_parallel_size > 1)
+                     condition=lambda run: run.parallel.tensor_model_parallel_size > 1, proven="one gpu")
 INSTANCES = Feature("several optimizer instances", "num_distributed_optimizer_instances", "1")
-HOST_STATES = Feature("offload of optimizer states", "optimizer_offload_policy", "false")
-HOST_WEIGHTS = Feature("offload of weights", "cpu_offloading_weights", "false")
-HOST_ACTIVATIONS = Feature("offload of activations", "cpu_offloading", "false")
+HOST_STATES = Feature("offload of optimizer states", "optimizer_offload_policy", "false", proven="one gpu")
+HOST_WEIGHTS = Feature("offload of weights", "cpu_offloading_weights", "false", proven="one gpu")
+HOST_ACTIVATIONS = Feature("offload of activations", "cpu_offloading", "false", proven="one gpu")
 AUTO_RECOMPUTE = Feature("AC=auto", "recompute_granularity", "none, selective or full", on="auto")
 FULL_RECOMPUTE = Feature("AC=full of all layers", "recompute_method", "block", on="uniform",
-                         condition=lambda run: run.training.recompute_granularity == "full")
-ENGINE = Feature("Transformer Engine's layers", "transformer_impl", "auto or local", on="transformer_engine")
+                         condition=lambda run: run.training.recompute_granularity == "full", proven="one gpu")
+ENGINE = Feature("Transformer Engine's layers", "transformer_impl", "auto or local", on="transformer_engine",
+                 proven="one gpu")
+
+FEATURES = tuple(each for each in tuple(globals().values()) if isinstance(each, Feature))
 
 _LATENT = f"it is not supported with latent attention ({where('kv_lora_rank')})"
 _ITS = "{run.model.model_type}'s layers have"
