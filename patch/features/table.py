@@ -1,7 +1,8 @@
 """The features of a run, and the pairs that exclude each other: `CONFLICTS` is the only place where two meet.
 
-Rules and notes (patch/checks), `--transformer-impl auto` and `can_overlap_tp_comm` (backends.py), the planner's
-search, the tables of guides and the rules of tests/covered_layouts.md read it. Rules about sizes are in checks.
+Rules and notes (patch/checks), `--transformer-impl auto` and `can_overlap_tp_comm` (backends.py), the
+planner's search, the guides' tables and the rules of tests/covered_layouts.md read it. Rules about sizes are
+in patch/checks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tables of the guides are generated from the schema and the table of features.
 
-A table follows its line: `<!-- flags: FIELD ... -->`, `<!-- conflicts: FIELD ... -->` (of the features that these
-fields turn on) or `<!-- features: proven -->`. RENEW_GOLDEN=1 writes the tables anew.
+A table follows its line: `<!-- flags: FIELD ... -->`, `<!-- conflicts: FIELD ... -->` (of the features that
+these fields turn on) or `<!-- features: proven -->`. RENEW_GOLDEN=1 writes the tables anew.
 """
 
 import os
