@@ -53,8 +53,7 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     yield parallel.pipeline_model_parallel_size == 1, _STAGES, " at PP=1"
     of_experts = (*sorted(EXPERT_FIELDS - {"num_experts"}), *ExpertsConfig.__slots__)
     yield not config.model.num_experts, of_experts, " without experts"
-    of_adapters = tuple(name for name in AdapterConfig.__slots__ if name != "lora_rank")
-    yield not config.adapter.lora_rank, of_adapters, f" without {where('lora_rank')}"
+    yield not config.adapter.is_on, tuple(AdapterConfig.__slots__), " without adapters"
     yield has_one_stage, _INTERLEAVING, " without interleaved stages (MP_VP)"
     yield parallel.context_parallel_size == 1, ("cp_comm_type",), " at CP=1"
     of_replicas = ("grad_reduce_in_bf16", "ddp_pad_buckets_for_high_nccl_busbw")

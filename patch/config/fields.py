@@ -41,6 +41,8 @@ class Field(NamedTuple):
     help: str
     none: str | int | None
     """The scalar for None, or None if the field is never None."""
+    is_path: bool
+    """Whether the value is a path that is made absolute. Machines may have other values."""
     bounds: Bounds
 
     @property

@@ -117,7 +117,9 @@ class ParallelConfig:
         "with --max-restarts: fewest machines on which the run may continue; 0: all of --nnodes", none=0
     )
     log_dir: str | None = flag(
-        "folder for a log file of each process's output, which is also shown; default: none", none="none"
+        "folder for a log file of each process's output, which is also shown; default: none",
+        none="none",
+        is_path=True,
     )
     distributed_timeout_minutes: int = flag(
         "the run ends if a collective or its start waits longer than this", 30, at_least=1

@@ -84,7 +84,7 @@ def _has_experts(run: RunConfig) -> bool:
 
 _16_BITS = "bf16, fp16 or fp32"
 
-LORA = Feature("LoRA", "lora_rank", "0", proven="one gpu")
+LORA = Feature("LoRA", "lora_rank", "0", condition=lambda run: run.adapter.is_on, proven="one gpu")
 NF4 = Feature("nf4 weights (QLoRA)", "quantize_base", "none", proven="one gpu")
 LORA_OF_EXPERTS = Feature("LoRA of experts", "lora_rank", "0",
                           condition=lambda run: adapts_experts(run.model, run.adapter))

@@ -13,6 +13,7 @@ from patch.config.choices import PRECISIONS
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import torch_dtype
 from patch.families import expert_layers, traits_of
+from patch.families.shape import LATENT_SIZES
 from patch.model.fp8.te_scales import scaling_settings
 from patch.model.hf_numerics.layers import batch_first_silu, bloom_gelu
 from patch.model.mlp import activation_called
@@ -88,11 +89,7 @@ def _attention_settings(model: ModelConfig) -> dict[str, Any]:
     return settings | {
         # LlamaModel passes RoPE's table to latent attention too.
         "multi_latent_attention": False,
-        "q_lora_rank": model.q_lora_rank,
-        "kv_lora_rank": model.kv_lora_rank,
-        "qk_head_dim": model.qk_head_dim,
-        "qk_pos_emb_head_dim": model.qk_pos_emb_head_dim,
-        "v_head_dim": model.v_head_dim,
+        **{size: getattr(model, size) for size in LATENT_SIZES},
         "rope_type": "rope",
         "rotary_scaling_factor": model.rope_scaling_factor if is_yarn else 1.0,
         "mscale_all_dim": model.mscale_all_dim or 0.0,
