@@ -347,21 +347,6 @@ class RunConfig:
         return self.num_weight_copies // self.parallel.num_distributed_optimizer_instances
 
     @property
-    def num_state_shards(self) -> int:
-        """Shards of the optimizer states; 1: each rank keeps all states of its weights."""
-        return self.state_group_size if self.zero_stage.shards_states else 1
-
-    @property
-    def num_gradient_shards(self) -> int:
-        """Shards of the gradient sums; 1: each rank keeps all sums."""
-        return self.state_group_size if self.zero_stage.shards_gradients else 1
-
-    @property
-    def num_param_shards(self) -> int:
-        """Shards of the weights between passes; 1: each rank keeps all of its weights."""
-        return self.state_group_size if self.zero_stage.shards_parameters else 1
-
-    @property
     def gathers_weights_per_pass(self) -> bool:
         """Whether each pass gathers weights, from other ranks or host memory, and frees them after it."""
         share = self.optimizer.cpu_offloading_weights_fraction

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, NoReturn
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
+from patch.device import MachineFacts
 from patch.families import traits_of
 from patch.families.adapters import adapts_experts
 
@@ -188,8 +189,8 @@ WITHOUT_TP_OVERLAP = {
 """Features on whose layers TP overlap has no effect, and the end of the sentence that says so."""
 
 
-def refuse_conflicts(config: RunConfig) -> None:
-    """Refuse the first conflict of a run.
+def features_agree(config: RunConfig, machine: MachineFacts) -> None:
+    """Refuse two features that exclude each other; the rule of patch/checks.
 
     Raises:
         ConfigError: the run has two features that exclude each other.

@@ -136,14 +136,15 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     autograd if layers accumulate the main gradients.
     """
     dummy_wgrads = _dummy_wgrad_bytes(config, cuda=cuda)
-    shares, optimizer = config.num_state_shards, config.optimizer
+    stage, optimizer = config.zero_stage, config.optimizer
+    shares = config.state_group_size if stage.shards_states else 1
     if shares == 1 and not config.gathers_weights_per_pass:
         return dummy_wgrads
     types = optimizer.main_grads_dtype, config.training.precision
     (element, weight), count = map(element_bytes, types), parameters_of(config, pp_rank)
     units = [unit.total // weight for unit in units_of(config, pp_rank, as_kept=True)]  # no bucket spans two
     bucket = min(optimizer.reduce_bucket_size, count, max(units, default=0) or count)
-    is_staged = config.num_gradient_shards > 1 or config.gathers_weights_per_pass
+    is_staged = (stage.shards_gradients and shares > 1) or config.gathers_weights_per_pass
     others = max(0, count - sum(units))
     buffers = (NUM_STAGING - 1) * bucket + min(bucket, others or bucket)
     staged = buffers * element if is_staged else 0

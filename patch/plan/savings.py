@@ -88,13 +88,16 @@ class MemorySaving(NamedTuple):
 
 
 def _sharding(config: RunConfig) -> Iterator[Change]:
-    if config.state_group_size > 1 and not config.zero_stage.shards_states:
+    stage = config.zero_stage
+    if config.state_group_size == 1:
+        return
+    if not stage.shards_states:
         yield changed(use_distributed_optimizer=True, data_parallel_sharding=None)
-    if config.state_group_size > 1 and config.num_gradient_shards == 1:
+    if not stage.shards_gradients:
         yield changed(data_parallel_sharding=ZeroStage.GRADIENTS)
-    if config.state_group_size > 1 and config.optimizer.reduce_bucket_size > SMALL_BUCKET:
+    if config.optimizer.reduce_bucket_size > SMALL_BUCKET:
         yield changed(reduce_bucket_size=SMALL_BUCKET)
-    if config.state_group_size > config.num_param_shards:
+    if not stage.shards_parameters:
         yield changed(data_parallel_sharding=ZeroStage.PARAMETERS)
 
 

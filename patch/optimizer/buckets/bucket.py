@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import torch
 
-from patch.distributed.async_collectives import CommHandle, RoundedSums, WaitClock
+from patch.distributed.async_collectives import CommHandle, RoundedSums, WaitClock, start_all_reduce
 from patch.layout.buckets import BucketRange, ParamRange
 from patch.optimizer.buckets.buffer_group import BufferGroup
 
@@ -188,9 +188,10 @@ class Bucket:
         self.state = BucketState.REDUCED
 
     def _sum_over_replicas(self) -> CommHandle:
-        """All-reduce this step's shard over the shard groups."""
+        """Sum this rank's shard, already reduced in its shard group, over all shard groups."""
         self._add_to_shard()
-        return self.buffer_group.start_sum_over_replicas(self.shard)
+        assert self.buffer_group.replica_group is not None
+        return start_all_reduce(self.shard, self.buffer_group.replica_group)
 
     def _add_to_shard(self) -> None:
         own, self._to_add = self._to_add, None
