@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import torch
 
-from patch.distributed.async_collectives import CommHandle, RoundedSums, WaitClock, start_all_reduce
+from patch.distributed.async_collectives import CommHandle, RoundedSums, WaitClock
 from patch.layout.buckets import BucketRange, ParamRange
 from patch.optimizer.buckets.buffer_group import BufferGroup
 
@@ -188,10 +188,9 @@ class Bucket:
         self.state = BucketState.REDUCED
 
     def _sum_over_replicas(self) -> CommHandle:
-        """Sum this rank's shard, already reduced in its shard group, over all shard groups."""
+        """All-reduce this step's shard over the shard groups."""
         self._add_to_shard()
-        assert self.buffer_group.replica_group is not None
-        return start_all_reduce(self.shard, self.buffer_group.replica_group)
+        return self.buffer_group.start_sum_over_replicas(self.shard)
 
     def _add_to_shard(self) -> None:
         own, self._to_add = self._to_add, None

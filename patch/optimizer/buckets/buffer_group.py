@@ -101,6 +101,11 @@ class BufferGroup(NamedTuple):
             return rounded_sums.start(buffer, out, self.shard_group)
         return start_reduce_scatter(buffer, out, self.shard_group, self.reduce_dtype)
 
+    def start_sum_over_replicas(self, shard: torch.Tensor) -> CommHandle:
+        """Sum this rank's shard, already reduced in its shard group, over all shard groups."""
+        assert self.replica_group is not None
+        return start_all_reduce(shard, self.replica_group)
+
     @property
     def replica(self) -> int:
         """Return this rank's index among the ranks with the same shard."""
