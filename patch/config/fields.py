@@ -117,6 +117,15 @@ def scalar_of(config: RunConfig, name: str) -> str | int | float | bool:
     return FIELDS[name].to_scalar(value_of(config, name))
 
 
+def with_values(config: RunConfig, **values: object) -> RunConfig:
+    """Return the run with other values of fields, whatever their sections."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        sections.setdefault(FIELDS[name].section, {})[name] = value
+    replaced = {name: dataclasses.replace(getattr(config, name), **new) for name, new in sections.items()}
+    return dataclasses.replace(config, **replaced) if replaced else config
+
+
 def scalars_of(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the values of all fields as YAML writes them, by section."""
     return {

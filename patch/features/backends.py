@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from patch.config.choices import PRECISIONS, Precision
+from patch.config.fields import with_values
 from patch.config.positions import where
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
@@ -138,9 +139,8 @@ def resolve_transformer_impl(config: RunConfig, machine: MachineFacts) -> tuple[
         return config, []
     obstacle = no_transformer_engine(config, machine)
     impl: TransformerImpl = "local" if obstacle else "transformer_engine"
-    model = dataclasses.replace(config.model, transformer_impl=impl)
     is_said = obstacle and machine.cuda_devices and "transformer_engine" in machine.libraries
-    return dataclasses.replace(config, model=model), (
+    return with_values(config, transformer_impl=impl), (
         [f"--transformer-impl auto: local, because {obstacle}"] if is_said else []
     )
 

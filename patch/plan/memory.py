@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS
+from patch.config.fields import with_values
 from patch.device import MachineFacts
 from patch.families.adapters import packed_bytes
 from patch.layout.buckets import MAX_IN_FLIGHT, NUM_BF16_SENDS_IN_FLIGHT, NUM_GATHERED_UNITS, NUM_STAGING
@@ -90,7 +90,7 @@ def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -
     if not config.gathers_weights_per_pass:
         return []
     if as_kept:
-        config = replace(config, training=replace(config.training, fp8_param_gather=False))
+        config = with_values(config, fp8_param_gather=False)
     place, pp_size = place_of(config, pp_rank), config.parallel.pipeline_model_parallel_size
     return [unit for stage in parameters.freed_units(config)[place::pp_size] for unit in stage]
 

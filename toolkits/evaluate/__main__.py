@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from patch.launch.worker_process import WorkerExit, announce_end, begin, claim_e
 begin()  # before slow imports and before any thread
 
 from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E402
-from patch.config.fields import FIELDS, scalar_of  # noqa: E402
+from patch.config.fields import FIELDS, scalar_of, with_values  # noqa: E402
 from patch.config.flags import flag_words  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
 from patch.errors import PatchError, printable  # noqa: E402
@@ -80,8 +79,8 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     config = invocation.config
     # Interleaved stages need at least one micro-batch per pipeline rank.
     batch = config.data_parallel_size * config.parallel.pipeline_model_parallel_size
-    model = replace(config.model, seq_length=min(_ROW, config.model.max_position_embeddings))
-    config = replace(config, model=model, training=replace(config.training, global_batch_size=batch))
+    length = min(_ROW, config.model.max_position_embeddings)
+    config = with_values(config, seq_length=length, global_batch_size=batch)
     for rule in (*RULES, *FILE_RULES):
         rule(config, machine)
     config, _ = resolve_run(fetch_from_hub(config, weights=True), machine)
