@@ -40,7 +40,12 @@ class Bounds(NamedTuple):
 
 
 def flag(
-    help: str, default: Any = dataclasses.MISSING, *, none: str | int | None = None, **bounds: float
+    help: str,
+    default: Any = dataclasses.MISSING,
+    *,
+    none: str | int | None = None,
+    is_path: bool = False,
+    **bounds: float,
 ) -> Any:
     """Return a dataclass field that is also a command-line flag.
 
@@ -48,10 +53,11 @@ def flag(
         default: the value if nothing else sets the field; if `none` is given, None by default.
         none: the word or number that flags, positions and YAML write for None; needed for `| None` fields. If
             it is a number, it is also the least legal value.
+        is_path: whether a relative value becomes absolute; machines may have other values.
     """
     if none is not None and default is dataclasses.MISSING:
         default = None
     if isinstance(none, int) and "above" not in bounds:
         bounds.setdefault("at_least", none)
-    metadata = {"help": help, "none": none, "bounds": Bounds(**bounds)}  # type: ignore[arg-type]
+    metadata = {"help": help, "none": none, "is_path": is_path, "bounds": Bounds(**bounds)}  # type: ignore[arg-type]
     return dataclasses.field(default=default, metadata=metadata)

@@ -53,7 +53,8 @@ def _logit_faults(measured: Measurement) -> Iterator[str]:
         if not _is_within_bound(stats, measured.precision):
             yield (
                 f"{form} --precision-align the logits are beyond the bound of {measured.precision}: "
-                f"{_stats_text(stats)}, expected {_bound_text(measured.precision)}."
+                f"max {stats.max:.3g}, cosine {stats.cosine:.6f}, top-1 equal in {stats.top1:.1%}, "
+                f"expected {_bound_text(measured.precision)}."
             )
 
 
@@ -97,10 +98,6 @@ def _is_within_bound(stats: LogitStats, precision: str) -> bool:
 
 def _bound_text(precision: str) -> str:
     return f"at most {FP32_MAX:g} and the same top-1" if precision == "fp32" else f"cosine {HALF_COSINE}"
-
-
-def _stats_text(stats: LogitStats) -> str:
-    return f"max {stats.max:.3g}, cosine {stats.cosine:.6f}, top-1 equal in {stats.top1:.1%}"
 
 
 def _good_news(measured: Measurement) -> Iterator[str]:

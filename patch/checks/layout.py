@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from patch.checks.model import divisors
 from patch.checks.run_length import global_batch_divides
 from patch.config.choices import ZeroStage
-from patch.config.fields import value_of
+from patch.config.fields import value_of, with_values
 from patch.config.positions import refuse, where
 from patch.config.schema import RANK_AXES, OptimizerConfig, RunConfig
 from patch.device import MachineFacts
@@ -241,7 +240,7 @@ def set_spares_aside(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
     note = (
         f"{size} of {parallel.nnodes} machines train, more do not fit layout and global batch: the rest wait"
     )
-    return replace(config, parallel=replace(parallel, nnodes=size)), [f"{note} as spares"]
+    return with_values(config, nnodes=size), [f"{note} as spares"]
 
 
 def _fitting_sizes(config: RunConfig, machine: MachineFacts) -> list[int]:
@@ -268,7 +267,7 @@ def fewer_machines_suffice(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def _obstacle(config: RunConfig, machine: MachineFacts, size: int) -> ConfigError | None:
-    smaller = replace(config, parallel=replace(config.parallel, nnodes=size))
+    smaller = with_values(config, nnodes=size)
     try:
         for rule in _SIZE_RULES:
             rule(smaller, machine)

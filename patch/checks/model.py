@@ -15,6 +15,7 @@ from patch.families import (
     reason_without_hf_class,
     traits_of,
 )
+from patch.features.table import LATENTS
 
 
 def divisors(*numbers: int) -> str:
@@ -68,7 +69,7 @@ def latent_attention_is_whole(config: RunConfig, machine: MachineFacts) -> None:
             )
 
 
-_LATENT = where("kv_lora_rank")
+_LATENT = where(LATENTS.field)
 
 
 def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:

@@ -15,7 +15,7 @@ from patch.device import MachineFacts
 from patch.families import EXPERT_FIELDS
 from patch.families.adapters import AdapterConfig
 from patch.features.backends import no_transformer_engine
-from patch.features.table import TP_OVERLAP, WITHOUT_TP_OVERLAP
+from patch.features.table import FEATURES, TP_OVERLAP, WITHOUT_TP_OVERLAP
 
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _INTERLEAVING = (
@@ -38,6 +38,9 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
                 yield f"{where(field)} has no effect{why}"
     yield from _offload_remarks(config, machine)
     yield from _numerics_remarks(config, machine)
+    untried = [each.name for each in FEATURES if each.proven == "cpu" and each.is_on(config)]
+    if untried and machine.cuda_devices:
+        yield f"not tested on a GPU yet: {', '.join(untried)}"
 
 
 def _idle(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bool, tuple[str, ...], str]]:
@@ -68,8 +71,7 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     yield parallel.pipeline_model_parallel_size == 1, _STAGES, " at PP=1"
     of_experts = (*sorted(EXPERT_FIELDS - {"num_experts"}), *ExpertsConfig.__slots__)
     yield not config.model.num_experts, of_experts, " without experts"
-    of_adapters = tuple(name for name in AdapterConfig.__slots__ if name != "lora_rank")
-    yield not config.adapter.lora_rank, of_adapters, f" without {where('lora_rank')}"
+    yield not config.adapter.is_on, tuple(AdapterConfig.__slots__), " without adapters"
     yield has_one_stage, _INTERLEAVING, " without interleaved stages (MP_VP)"
     yield parallel.context_parallel_size == 1, ("cp_comm_type",), " at CP=1"
     of_replicas = ("grad_reduce_in_bf16", "ddp_pad_buckets_for_high_nccl_busbw")

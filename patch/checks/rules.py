@@ -14,7 +14,7 @@ from patch.config.positions import refuse
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.features.table import refuse_conflicts
+from patch.features.table import features_agree
 
 Rule = Callable[[RunConfig, MachineFacts], None]
 
@@ -24,11 +24,6 @@ def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
     if not config.checkpoint.distributed_checkpointing:
         why = "a checkpoint written by one rank alone is not supported yet"
         refuse("distributed_checkpointing", "false", "true", why)
-
-
-def features_agree(config: RunConfig, machine: MachineFacts) -> None:
-    """Refuse two features that exclude each other."""
-    refuse_conflicts(config)
 
 
 def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:

@@ -6,14 +6,13 @@ fine-tuning has a number of steps. The two differ if a resume has changed the gl
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from fractions import Fraction
 
 from patch.config.choices import ROW_KINDS
 from patch.config.data_spec import parse_columns, parse_template_kwargs, split_shares
-from patch.config.fields import FIELDS, scalar_of, value_of
+from patch.config.fields import FIELDS, scalar_of, value_of, with_values
 from patch.config.positions import length_text, refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -230,7 +229,7 @@ def with_samples(config: RunConfig, num_samples: int, *, ahead: int = 0) -> RunC
         ConfigError: the warm-up is not shorter than the run.
     """
     steps = (num_samples - ahead) // config.training.global_batch_size
-    resolved = dataclasses.replace(config, training=dataclasses.replace(config.training, train_iters=steps))
+    resolved = with_values(config, train_iters=steps)
     warmup_fits(resolved)
     return resolved
 

@@ -24,7 +24,7 @@ class DataConfig:
     max_padding_length: int = flag("raw samples are padded and truncated to this many tokens", at_least=1)
     tokenizer_type: TokenizerType = flag("where the tokenizer comes from", "PretrainedFromHF")
     tokenizer_name_or_path: str | None = flag(
-        "folder of a Hugging Face tokenizer, or org/name; none: that of --load", none="none"
+        "folder of a Hugging Face tokenizer, or org/name; none: that of --load", none="none", is_path=True
     )
     columns: str | None = flag(
         "rename keys of the rows, OURS=THEIRS, such as instruction=question,output=answer; none",
@@ -95,6 +95,7 @@ class DataConfig:
     eval_tasks_path: str | None = flag(
         "folder with the tasks' YAML files; none: lm-eval's tasks, with data in Hugging Face's cache",
         none="none",
+        is_path=True,
     )
     eval_tasks_interval: int | None = flag(
         "steps between scores; 0: only before the first step and after the last one", none=0
@@ -125,8 +126,9 @@ class CheckpointConfig:
     load: str | None = flag(
         "a Hugging Face folder or org/name, a checkpoint of ours (folder or URL), or none: random weights",
         none="none",
+        is_path=True,
     )
-    output_path: str = flag("the run's folder; the same command again resumes from it")
+    output_path: str = flag("the run's folder; the same command again resumes from it", is_path=True)
     save: str | None = flag(
         "the store of the run's checkpoints, such as s3://bucket/run; none: checkpoint/ in the run's folder",
         none="none",

@@ -41,6 +41,8 @@ class Field(NamedTuple):
     help: str
     none: str | int | None
     """The scalar for None, or None if the field is never None."""
+    is_path: bool
+    """Whether the value is a path that is made absolute. Machines may have other values."""
     bounds: Bounds
 
     @property
@@ -113,6 +115,15 @@ def value_of(config: RunConfig, name: str) -> Any:
 def scalar_of(config: RunConfig, name: str) -> str | int | float | bool:
     """Return the value of a field as flags and YAML write it."""
     return FIELDS[name].to_scalar(value_of(config, name))
+
+
+def with_values(config: RunConfig, **values: object) -> RunConfig:
+    """Return the run with other values of fields, whatever their sections."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        sections.setdefault(FIELDS[name].section, {})[name] = value
+    replaced = {name: dataclasses.replace(getattr(config, name), **new) for name, new in sections.items()}
+    return dataclasses.replace(config, **replaced) if replaced else config
 
 
 def scalars_of(config: RunConfig) -> dict[str, dict[str, Any]]:

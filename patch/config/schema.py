@@ -120,7 +120,9 @@ class ParallelConfig:
         "with --max-restarts: fewest machines on which the run may continue; 0: all of --nnodes", none=0
     )
     log_dir: str | None = flag(
-        "folder for a log file of each process's output, which is also shown; default: none", none="none"
+        "folder for a log file of each process's output, which is also shown; default: none",
+        none="none",
+        is_path=True,
     )
     distributed_timeout_minutes: int = flag(
         "the run ends if a collective or its start waits longer than this", 30, at_least=1
@@ -373,21 +375,6 @@ class RunConfig:
     def state_group_size(self) -> int:
         """Ranks that shard optimizer states, if states are sharded: DP x CP, or the ranks of one instance."""
         return self.num_weight_copies // self.parallel.num_distributed_optimizer_instances
-
-    @property
-    def num_state_shards(self) -> int:
-        """Shards of the optimizer states; 1: each rank keeps all states of its weights."""
-        return self.state_group_size if self.zero_stage.shards_states else 1
-
-    @property
-    def num_gradient_shards(self) -> int:
-        """Shards of the gradient sums; 1: each rank keeps all sums."""
-        return self.state_group_size if self.zero_stage.shards_gradients else 1
-
-    @property
-    def num_param_shards(self) -> int:
-        """Shards of the weights between passes; 1: each rank keeps all of its weights."""
-        return self.state_group_size if self.zero_stage.shards_parameters else 1
 
     @property
     def gathers_weights_per_pass(self) -> bool:

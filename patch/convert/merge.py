@@ -29,7 +29,7 @@ from patch.convert.stored_weights import StoredWeights
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.weight_table import weights_table
 from patch.errors import ConfigError, ConversionError
-from patch.families.adapters import PEFT_PREFIX, AdapterConfig, base_rows, hf_tensors
+from patch.families.adapters import PEFT_PREFIX, AdapterConfig, base_rows, factor_names, hf_tensors
 from patch.preflight.model_of_folder import adapter_at, is_hf_folder, run_behind
 from patch.preflight.weight_files import check_adapter
 from patch.storage.hub import fetch, hub_name
@@ -88,8 +88,7 @@ def merged(name: str, weight: torch.Tensor, factor_of: FactorOf, scale: float) -
     Raises:
         ConversionError: a merged value is not finite in the weight's dtype.
     """
-    module = name.removesuffix(".weight")
-    a, b = (factor_of(f"{module}.lora_{each}.weight") for each in "AB")
+    a, b = map(factor_of, factor_names(name))
     if a is None or b is None:
         return weight
     product = b.to(weight.device).float() @ a.to(weight.device).float()

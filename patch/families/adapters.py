@@ -23,6 +23,8 @@ from patch.flag_field import flag
 ALL_LINEAR = "all-linear"
 INSIDE = ".adapters."
 """Part of the name of every adapter parameter, and of no other parameter."""
+SECOND_FACTOR = ".lora_B.weight"
+"""End of the name of every B, which begins with zeros."""
 PEFT_PREFIX = "base_model.model."
 """Prefix of tensor names in a PEFT folder."""
 MOST_RANK = 8192
@@ -58,6 +60,7 @@ class AdapterConfig:
         "start from the adapters in this folder of PEFT, or of a run, which also gives rank, alpha and "
         "targets; none: new ones",
         none="none",
+        is_path=True,
     )
     quantize_base: BaseFormat | None = flag(
         "keep the frozen matrices of the layers in nf4 (QLoRA), in blocks of 64 as bitsandbytes does; "
@@ -69,6 +72,11 @@ class AdapterConfig:
     def is_on(self) -> bool:
         """Whether the run trains adapters; then the weights of the model are frozen."""
         return bool(self.lora_rank)
+
+    @property
+    def starts_at_base(self) -> bool:
+        """Whether the adapters are new: they do not change the output before the first step."""
+        return self.is_on and not self.lora_load
 
     @property
     def alpha(self) -> float:
@@ -104,7 +112,7 @@ class Adapter(NamedTuple):
 
 def adapters_of(model: ModelConfig, adapter: AdapterConfig) -> tuple[Adapter, ...]:
     """Return the adapters of a model in the order of its weight table; none without a rank."""
-    if adapter.lora_rank is None:
+    if not adapter.lora_rank:
         return ()
     targets = [target.strip() for target in adapter.lora_target_modules.split(",")]
     return tuple(
@@ -112,6 +120,11 @@ def adapters_of(model: ModelConfig, adapter: AdapterConfig) -> tuple[Adapter, ..
         for name, base in _targets(model).items()
         if any(_matches(target, _module(name)) for target in targets)
     )
+
+
+def factor_names(tensor: str) -> tuple[str, str]:
+    """Return the names of A and B of a Hugging Face tensor in a PEFT folder, without PEFT_PREFIX."""
+    return f"{_module(tensor)}.lora_A.weight", f"{_module(tensor)}{SECOND_FACTOR}"
 
 
 def targets_are_there(model: ModelConfig, adapter: AdapterConfig) -> None:
@@ -199,17 +212,15 @@ def _module(tensor: str) -> str:
 def _adapter(base: WeightRow, target: str, rank: int) -> Adapter:
     out, into = base.hf[target]
     takes_parts, gives_parts = base.kind is Kind.ROW_PARALLEL, base.kind in (Kind.COLUMN_PARALLEL, Kind.QKV)
-    kinds = {
-        "lora_A": Kind.ROW_PARALLEL if takes_parts else Kind.REPLICATED,
-        "lora_B": Kind.COLUMN_PARALLEL if gives_parts else Kind.REPLICATED,
-    }
-    shapes, module = {"lora_A": (rank, into), "lora_B": (out, rank)}, _module(target)
-    inside = f"{base.name.removesuffix('.weight')}{INSIDE}{module.rpartition('.')[2]}"
+    kinds = (
+        Kind.ROW_PARALLEL if takes_parts else Kind.REPLICATED,
+        Kind.COLUMN_PARALLEL if gives_parts else Kind.REPLICATED,
+    )
+    above, shapes = _module(target).rpartition(".")[0], ((rank, into), (out, rank))
+    inside = f"{base.name.removesuffix('.weight')}{INSIDE}"
     rows = (
-        base._replace(
-            name=f"{inside}.{factor}.weight", kind=kind, hf={f"{module}.{factor}.weight": shapes[factor]}
-        )
-        for factor, kind in kinds.items()
+        base._replace(name=inside + hf.removeprefix(f"{above}."), kind=kind, hf={hf: shape})
+        for hf, kind, shape in zip(factor_names(target), kinds, shapes, strict=True)
     )
     return Adapter(base, target, *rows)
 

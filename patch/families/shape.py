@@ -264,9 +264,8 @@ EXPERT_FIELDS: frozenset[str] = frozenset(
 )
 """Fields of experts; stored runs of versions without experts lack these fields."""
 
-LATENT_FIELDS: frozenset[str] = frozenset(
-    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim".split()
-)
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+LATENT_FIELDS: frozenset[str] = frozenset({*LATENT_SIZES, "mscale", "mscale_all_dim"})
 """Fields of latent attention; stored runs of earlier versions lack these fields."""
 
 TRAIT_FIELDS: frozenset[str] = SHAPE_FIELDS & {field.name for field in fields(Traits)}

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from patch.config.choices import PRECISIONS, Precision
+from patch.config.fields import with_values
 from patch.config.positions import where
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
@@ -119,9 +120,8 @@ def choose_backends(
     is_cuda = bool(machine.cuda_devices)
     is_aligned = model.precision_align is not None
     impl: TransformerImpl = model.transformer_impl or "local"
-    has_fa3 = is_cuda and not is_aligned and _takes_flash_attention_3(model, machine)
-    order = _sdpa_order(config, machine, has_fa3) if is_cuda else ()
-    sdpa = tuple(kernel for kernel in order if kernel not in faulty)
+    has_fa3 = takes_flash_attention_3(model, machine)
+    sdpa = tuple(kernel for kernel in sdpa_order(config, machine) if kernel not in faulty)
     is_fused = is_cuda and not is_aligned and "triton" in machine.libraries
     is_grouped = not is_aligned and _groups_products(config, machine)
     backends = Backends(impl, sdpa, has_fa3, is_fused, is_grouped, ())
@@ -139,9 +139,8 @@ def resolve_transformer_impl(config: RunConfig, machine: MachineFacts) -> tuple[
         return config, []
     obstacle = no_transformer_engine(config, machine)
     impl: TransformerImpl = "local" if obstacle else "transformer_engine"
-    model = dataclasses.replace(config.model, transformer_impl=impl)
     is_said = obstacle and machine.cuda_devices and "transformer_engine" in machine.libraries
-    return dataclasses.replace(config, model=model), (
+    return with_values(config, transformer_impl=impl), (
         [f"--transformer-impl auto: local, because {obstacle}"] if is_said else []
     )
 
@@ -155,9 +154,12 @@ def no_transformer_engine(config: RunConfig, machine: MachineFacts) -> str:
     return why_not_transformer_engine(config)
 
 
-def _takes_flash_attention_3(model: ModelConfig, machine: MachineFacts) -> bool:
+def takes_flash_attention_3(model: ModelConfig, machine: MachineFacts) -> bool:
+    """Return whether flash-attn 3 is installed for this GPU, and allowed."""
     return (
         "flash_attn_3" in machine.libraries
+        and bool(machine.cuda_devices)
+        and model.precision_align is None
         and machine.compute_capability[0] == _HOPPER
         and model.attention_backend in ("auto", "flash", "fused")
     )
@@ -171,11 +173,17 @@ def _groups_products(config: RunConfig, machine: MachineFacts) -> bool:
     return is_hopper and PRECISIONS[config.training.precision].kept_as == "bf16"
 
 
-def _sdpa_order(config: RunConfig, machine: MachineFacts, has_fa3: bool) -> tuple[SdpaKernel, ...]:
-    """The last two kernels support fp32 and odd head sizes, not grouped heads; math stores all scores."""
+def sdpa_order(config: RunConfig, machine: MachineFacts) -> tuple[SdpaKernel, ...]:
+    """Return the allowed SDPA kernels, the fastest first; none on a CPU.
+
+    The last two support fp32 and odd head sizes, not grouped heads; math stores all scores.
+    """
     wish = config.model.attention_backend
+    if not machine.cuda_devices:
+        return ()
     if wish == "unfused":
         return ("math",)
+    has_fa3 = takes_flash_attention_3(config.model, machine)
     is_cudnn_fast = machine.compute_capability[0] in _CUDNN_FIRST and not has_fa3
     if config.training.deterministic_mode:
         return ("flash", "efficient", "math")

@@ -1,7 +1,8 @@
 """The features of a run, and the pairs that exclude each other: `CONFLICTS` is the only place where two meet.
 
-Rules (patch/checks), `--transformer-impl auto` and `can_overlap_tp_comm` (backends.py), the planner's search,
-the tables of guides and the rules of tests/covered_layouts.md read it. Rules about sizes are in patch/checks.
+Rules and notes (patch/checks), `--transformer-impl auto` and `can_overlap_tp_comm` (backends.py), the
+planner's search, the guides' tables and the rules of tests/covered_layouts.md read it. Rules about sizes are
+in patch/checks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Literal, NamedTuple, NoReturn
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
+from patch.device import MachineFacts
 from patch.families import traits_of
 from patch.families.adapters import adapts_experts
 
@@ -32,6 +34,8 @@ class Feature:
     """A further condition."""
     choice: Literal["beside", "or", "shape"] = "beside"
     """How another feature's refusal mentions it: as given, as another way out, or (a model's shape) not."""
+    proven: Literal["cpu", "one gpu", "several gpus"] = "cpu"
+    """The largest machine that has run it: CPUs with several processes, one GPU, or several GPUs."""
 
     def is_on(self, config: RunConfig) -> bool:
         """Return whether a run uses the feature."""
@@ -79,54 +83,68 @@ def _has_experts(run: RunConfig) -> bool:
     return run.model.num_experts is not None
 
 
-_16_BITS = "bf16, fp16 or fp32"
+_16_BITS, _TOKENS_LOSS = "bf16, fp16 or fp32", "default, sft or pretrain"
 
-LORA = Feature("LoRA", "lora_rank", "0")
-NF4 = Feature("nf4 weights (QLoRA)", "quantize_base", "none")
+LORA = Feature("LoRA", "lora_rank", "0", condition=lambda run: run.adapter.is_on, proven="one gpu")
+NF4 = Feature("nf4 weights (QLoRA)", "quantize_base", "none", proven="one gpu")
 LORA_OF_EXPERTS = Feature("LoRA of experts", "lora_rank", "0",
                           condition=lambda run: adapts_experts(run.model, run.adapter))
 DECOUPLED_LR = Feature("--decoupled-lr", "decoupled_lr", "none")
-FROZEN = (Feature("frozen weights", "freeze", "none"), Feature("frozen weights", "train_only", "none"))
+FREEZE = Feature("frozen weights", "freeze", "none")
+TRAIN_ONLY = Feature("--train-only", "train_only", "none")
 SGD = Feature("SGD", "optimizer", "adam", on="sgd")
 MUON = Feature("Muon", "optimizer", "adam", on="muon")
-DISK_STATES = Feature("optimizer states on a disk", "offload_folder", "none")
-FIRST_MOMENTS = Feature("first moments in fewer bytes", "exp_avg_dtype", "fp32")
-SECOND_MOMENTS = Feature("second moments in fewer bytes", "exp_avg_sq_dtype", "fp32")
-FP8 = Feature("fp8", "precision", _16_BITS, on="fp8")
-FP32 = Feature("fp32", "precision", "bf16, fp16 or fp8", on="fp32")
-FP8_GATHER = Feature("fp8 gathers of weights", "fp8_param_gather", "false")
-ALIGNMENT = Feature("--precision-align", "precision_align", "none", choice="or")
-EXPERTS = Feature("experts", "num_experts", "0", choice="shape")
-EXPERT_PARALLEL = Feature("EP", "expert_model_parallel_size", "1", condition=_has_experts)
-TP_OF_EXPERTS = Feature("TP with experts", "tensor_model_parallel_size", "1", condition=_has_experts)
+DISK_STATES = Feature("optimizer states on a disk", "offload_folder", "none", proven="one gpu")
+STREAMED_STATES = Feature("streamed optimizer states", "optimizer_offload_streamed", "0")
+FIRST_MOMENTS = Feature("first moments in fewer bytes", "exp_avg_dtype", "fp32", proven="one gpu")
+SECOND_MOMENTS = Feature("second moments in fewer bytes", "exp_avg_sq_dtype", "fp32", proven="one gpu")
+FP8 = Feature("fp8", "precision", _16_BITS, on="fp8", proven="one gpu")
+FP32 = Feature("fp32", "precision", "bf16, fp16 or fp8", on="fp32", proven="one gpu")
+FP8_GATHER = Feature("fp8 gathers of weights", "fp8_param_gather", "false", proven="one gpu")
+ALIGNMENT = Feature("--precision-align", "precision_align", "none", choice="or", proven="one gpu")
+EXPERTS = Feature("experts", "num_experts", "0", choice="shape", proven="one gpu")
+EXPERT_PARALLEL = Feature("EP", "expert_model_parallel_size", "1", condition=_has_experts, proven="one gpu")
+TP_OF_EXPERTS = Feature("TP with experts", "tensor_model_parallel_size", "1", condition=_has_experts,
+                        proven="one gpu")
 CAPACITY = Feature("expert capacity", "moe_expert_capacity_factor", "0", condition=_has_experts)
-LATENTS = Feature("latent attention", "kv_lora_rank", "0", choice="shape")
-QKV_BIAS = Feature("biases of q, k and v", "add_qkv_bias", "false")
-QK_NORM = Feature("norms of heads", "qk_layernorm", "false")
-WINDOW = Feature("sliding window", "window_size", "none")
-ROPE_SCALING = Feature("scaled RoPE", "use_rope_scaling", "false")
+LATENTS = Feature("latent attention", "kv_lora_rank", "0", choice="shape", proven="one gpu")
+QKV_BIAS = Feature("biases of q, k and v", "add_qkv_bias", "false", proven="one gpu")
+QK_NORM = Feature("norms of heads", "qk_layernorm", "false", proven="one gpu")
+WINDOW = Feature("sliding window", "window_size", "none", proven="one gpu")
+ROPE_SCALING = Feature("scaled RoPE", "use_rope_scaling", "false", proven="one gpu")
 OTHER_LAYERS = Feature("layers unlike LLaMA's", "model_type", "auto", choice="shape",
-                       condition=lambda run: not traits_of(run.model).is_llama_like)
+                       condition=lambda run: not traits_of(run.model).is_llama_like, proven="one gpu")
 ALIBI = Feature("ALiBi", "model_type", "auto", choice="shape",
-                condition=lambda run: not traits_of(run.model).has_rope)
+                condition=lambda run: not traits_of(run.model).has_rope, proven="one gpu")
 ONE_ORDER = Feature("layers unlike LLaMA's and BLOOM's", "model_type", "auto", choice="shape",
-                    condition=lambda run: OTHER_LAYERS.is_on(run) and not traits_of(run.model).is_bloom_like)
-CP = Feature("CP", "context_parallel_size", "1")
+                    condition=lambda run: OTHER_LAYERS.is_on(run) and not traits_of(run.model).is_bloom_like,
+                    proven="one gpu")
+CP = Feature("CP", "context_parallel_size", "1", proven="one gpu")
 TP_OVERLAP = Feature("TP overlap", "tp_comm_overlap", "false", on=True,
-                     condition=lambda run: run.parallel.tensor_model_parallel_size > 1)
+                     condition=lambda run: run.parallel.tensor_model_parallel_size > 1, proven="one gpu")
 INSTANCES = Feature("several optimizer instances", "num_distributed_optimizer_instances", "1")
-HOST_STATES = Feature("offload of optimizer states", "optimizer_offload_policy", "false")
-HOST_WEIGHTS = Feature("offload of weights", "cpu_offloading_weights", "false")
-HOST_ACTIVATIONS = Feature("offload of activations", "cpu_offloading", "false")
+HOST_STATES = Feature("offload of optimizer states", "optimizer_offload_policy", "false", proven="one gpu")
+HOST_WEIGHTS = Feature("offload of weights", "cpu_offloading_weights", "false", proven="one gpu")
+HOST_ACTIVATIONS = Feature("offload of activations", "cpu_offloading", "false", proven="one gpu")
 AUTO_RECOMPUTE = Feature("AC=auto", "recompute_granularity", "none, selective or full", on="auto")
 FULL_RECOMPUTE = Feature("AC=full of all layers", "recompute_method", "block", on="uniform",
-                         condition=lambda run: run.training.recompute_granularity == "full")
+                         condition=lambda run: run.training.recompute_granularity == "full", proven="one gpu")
 DISTILLATION = Feature("distillation", "distill_from", "none")
-OWN_OBJECTIVE = Feature("an objective of its own", "objective", "default, sft or pretrain", choice="or",
-                        condition=lambda run: run.training.objective not in ("sft", "pretrain"))
-ENGINE = Feature("Transformer Engine's layers", "transformer_impl", "auto or local", on="transformer_engine")
+OWN_OBJECTIVE = Feature("an objective with its own loss", "objective", _TOKENS_LOSS, choice="or",
+                        condition=lambda run: run.training.objective not in ("sft", "pretrain"),
+                        proven="one gpu")
+PREFERENCES = Feature("ORPO, SimPO, KTO", "objective", _TOKENS_LOSS,
+                      condition=lambda run: run.training.objective in ("orpo", "simpo", "kto"))
+NOISE = Feature("NEFTune", "neftune_noise_alpha", "0")
+LORA_PLUS = Feature("LoRA+", "lora_plus_ratio", "none")
+DOUBLE_NF4 = Feature("double quantization", "quantize_base", "none or nf4", on="nf4-double")
+ENGINE = Feature("Transformer Engine's layers", "transformer_impl", "auto or local", on="transformer_engine",
+                 proven="one gpu")
+
+FEATURES = tuple(each for each in tuple(globals().values()) if isinstance(each, Feature))
 
 _LATENT = f"it is not supported with latent attention ({where('kv_lora_rank')})"
+_FROZEN = FREEZE, TRAIN_ONLY
 _ITS = "{run.model.model_type}'s layers have"
 _ONE_PROCESS = "transformers sums the outputs of a token's experts in one process"
 
@@ -175,8 +193,8 @@ CONFLICTS: tuple[Conflict, ...] = (
              "PEFT adds adapters of experts to their weights: they have no matmuls of their own",
              f"none, or targets at {where('lora_target_modules')} that are not of experts"),
     Conflict(FP8_GATHER, LORA, "the fp8 weights are frozen, so they are never all-gathered"),
-    *(Conflict(each, LORA, "adapters train, and the weights are frozen anyway") for each in FROZEN),
-    *(Conflict(each, FP8_GATHER, "a matrix in fp8 is gathered after its update") for each in FROZEN),
+    *(Conflict(each, LORA, "adapters train, and the weights are frozen anyway") for each in _FROZEN),
+    *(Conflict(each, FP8_GATHER, "a matrix in fp8 is gathered after its update") for each in _FROZEN),
     Conflict(DECOUPLED_LR, LORA, "embedding and output layer are not trained"),
     Conflict(ALIGNMENT, NF4, "an nf4 matrix is dequantized before each matmul"),
     Conflict(FIRST_MOMENTS, SGD, "SGD's momentum is fp32"),
@@ -198,8 +216,8 @@ WITHOUT_TP_OVERLAP = {
 """Features on whose layers TP overlap has no effect, and the end of the sentence that says so."""
 
 
-def refuse_conflicts(config: RunConfig) -> None:
-    """Refuse the first conflict of a run.
+def features_agree(config: RunConfig, machine: MachineFacts) -> None:
+    """Refuse two features that exclude each other; the rule of patch/checks.
 
     Raises:
         ConfigError: the run has two features that exclude each other.

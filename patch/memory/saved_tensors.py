@@ -160,7 +160,7 @@ class SavedTensors:
         group.storages = [storage for storage in storages if storage.has_memory()]
         if not group.storages:
             return
-        ends = list(accumulate(_aligned(storage.num_bytes) for storage in group.storages))
+        ends = list(accumulate(-(-each.num_bytes // _ALIGNMENT) * _ALIGNMENT for each in group.storages))
         group.block = self._blocks.take(ends[-1])
         self._open.append(group)
         copies = [
@@ -239,7 +239,3 @@ class SavedTensors:
 
     def _waiting(self) -> AbstractContextManager[None]:
         return nullcontext() if self.clock is None else self.clock.waiting()
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -17,7 +17,13 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.distributed.collectives import all_gather_object
 from patch.families import attended_channels
-from patch.features.backends import Backends, SdpaKernel, choose_backends
+from patch.features.backends import (
+    Backends,
+    SdpaKernel,
+    choose_backends,
+    sdpa_order,
+    takes_flash_attention_3,
+)
 from patch.logger import get_logger
 from patch.model.attention.context_parallel import ContextParallelAttention
 from patch.model.attention.core_attention import CausalAttention
@@ -37,24 +43,23 @@ def backends_on(
     On a GPU this is a collective over the job: a kernel that fails on one rank is used on no rank.
     """
     machine = MachineFacts.probe() if device.type == "cuda" else _CPU
-    backends = choose_backends(config, machine)
-    if machine.cuda_devices and _use_flash_attention_3(backends.has_flash_attention_3) is not None:
+    if not machine.cuda_devices:
+        return choose_backends(config, machine)
+    model, cp_size = config.model, groups.cp.size()
+    if _use_flash_attention_3(takes_flash_attention_3(model, machine)) is not None:
         machine = dataclasses.replace(machine, libraries=machine.libraries - {"flash_attn_3"})
-        backends = choose_backends(config, machine)
-    if machine.cuda_devices:
-        model, cp_size = config.model, groups.cp.size()
-        is_engine = backends.transformer_impl == "transformer_engine" and model.attention_backend != "local"
-        is_ring = cp_size > 1 and config.parallel.cp_comm_type == "p2p"
-        tried = () if is_engine and cp_size == 1 else backends.sdpa  # (): TE has its own kernels
-        own = failing_kernels(
-            tried, upstream, model.seq_length, attended_channels(model), device, is_ring=is_ring
-        )
-        faults = {kernel: why for found in all_gather_object(own) for kernel, why in found.items()}
-        for kernel, why in faults.items():
-            said = "attention kernel %s failed its trial on this GPU and is not used: %s"
-            _logger.warning(said, kernel, why)
-        backends = choose_backends(config, machine, faulty=faults)
-        _logger.info("kernels: %s", backends.line)
+    is_engine = model.transformer_impl == "transformer_engine" and model.attention_backend != "local"
+    is_ring = cp_size > 1 and config.parallel.cp_comm_type == "p2p"
+    tried = () if is_engine and cp_size == 1 else sdpa_order(config, machine)  # (): TE has its own kernels
+    own = failing_kernels(
+        tried, upstream, model.seq_length, attended_channels(model), device, is_ring=is_ring
+    )
+    faults = {kernel: why for found in all_gather_object(own) for kernel, why in found.items()}
+    for kernel, why in faults.items():
+        said = "attention kernel %s failed its trial on this GPU and is not used: %s"
+        _logger.warning(said, kernel, why)
+    backends = choose_backends(config, machine, faulty=faults)
+    _logger.info("kernels: %s", backends.line)
     return backends
 
 

@@ -12,7 +12,8 @@ from patch.compat.corrections import StageLayout
 from patch.config.choices import PRECISIONS
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import torch_dtype
-from patch.families import expert_layers, traits_of
+from patch.families import EXPERT_FIELDS, expert_layers, traits_of
+from patch.families.shape import LATENT_SIZES
 from patch.model.fp8.te_scales import scaling_settings
 from patch.model.hf_numerics.layers import batch_first_silu, bloom_gelu
 from patch.model.mlp import activation_called
@@ -38,16 +39,11 @@ def transformer_config(
         activation = bloom_gelu
     kind = MLATransformerConfig if model.is_latent else TransformerConfig
     return kind(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
+        **_same(model, "num_layers", "hidden_size", "ffn_hidden_size"),
+        **_same(traits, "normalization", "gated_linear_unit", "add_bias_linear"),
+        **_same(traits, "add_qkv_bias", "qk_layernorm"),
         layernorm_epsilon=model.norm_epsilon,
-        normalization=traits.normalization,
-        gated_linear_unit=traits.gated_linear_unit,
         activation_func=activation,
-        add_bias_linear=traits.add_bias_linear,
-        add_qkv_bias=traits.add_qkv_bias,
-        qk_layernorm=traits.qk_layernorm,
         hidden_dropout=0.0,
         params_dtype=dtype,
         fp16=dtype == torch.float16,
@@ -74,12 +70,14 @@ def transformer_config(
     )
 
 
+def _same(section: Any, *names: str) -> dict[str, Any]:
+    """Return the fields that have the same name in megatron-core."""
+    return {name: getattr(section, name) for name in names}
+
+
 def _attention_settings(model: ModelConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.kv_channels,
-        "window_size": model.window_size,
+        **_same(model, "num_attention_heads", "num_query_groups", "kv_channels", "window_size"),
         "attention_dropout": 0.0,
     }
     if not model.is_latent:
@@ -88,11 +86,7 @@ def _attention_settings(model: ModelConfig) -> dict[str, Any]:
     return settings | {
         # LlamaModel passes RoPE's table to latent attention too.
         "multi_latent_attention": False,
-        "q_lora_rank": model.q_lora_rank,
-        "kv_lora_rank": model.kv_lora_rank,
-        "qk_head_dim": model.qk_head_dim,
-        "qk_pos_emb_head_dim": model.qk_pos_emb_head_dim,
-        "v_head_dim": model.v_head_dim,
+        **_same(model, *LATENT_SIZES),
         "rope_type": "rope",
         "rotary_scaling_factor": model.rope_scaling_factor if is_yarn else 1.0,
         "mscale_all_dim": model.mscale_all_dim or 0.0,
@@ -107,24 +101,14 @@ def _expert_settings(
     layers, numbers = expert_layers(model), range(model.num_layers)
     if not layers:
         return {}
-    return {
+    same = _same(model, *EXPERT_FIELDS - {"num_experts"}) | _same(settings, *settings.__slots__)
+    return same | {
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.expert_width,
-        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
-        "moe_shared_expert_gate": model.moe_shared_expert_gate,
         "moe_layer_freq": 1 if len(layers) == len(numbers) else [int(n in layers) for n in numbers],
-        "moe_router_topk": model.moe_router_topk,
-        "moe_router_score_function": model.moe_router_score_function,
         "moe_router_pre_softmax": model.moe_router_pre_softmax or "experts" in aligned,
-        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
-        "moe_router_num_groups": model.moe_router_num_groups,
-        "moe_router_group_topk": model.moe_router_group_topk,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": settings.moe_router_load_balancing_type,
-        "moe_aux_loss_coeff": settings.moe_aux_loss_coeff,
         "moe_z_loss_coeff": settings.moe_z_loss_coeff or None,
-        "moe_expert_capacity_factor": settings.moe_expert_capacity_factor,
-        "moe_token_dispatcher_type": settings.moe_token_dispatcher_type,
         "expert_model_parallel_size": groups.ep.size(),
         "expert_tensor_parallel_size": groups.expt_tp.size(),
     }

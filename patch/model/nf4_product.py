@@ -1,4 +1,4 @@
-"""NF4 weights under adapters (QLoRA, arXiv:2305.14314), in the format of bitsandbytes.
+"""NF4 weights under adapters (arXiv:2305.14314), in the format of bitsandbytes.
 
 A block is 64 values of a row. A row holds whole blocks, so the blocks of a TP shard are blocks of the full
 Hugging Face tensor in row-major order. A weight [O, I] is stored as bytes [O, I / 2 + I / 16]:

@@ -21,7 +21,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from patch.config.schema import ModelConfig
-from patch.families.adapters import INSIDE
+from patch.families.adapters import INSIDE, SECOND_FACTOR
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model.llama import sharded_weights
 from patch.model.nf4_product import dense_shape, quantize, scale_table
@@ -98,7 +98,7 @@ def initialize_weights(
             shape, offset = ((n, m * own[1] // shard.data.shape[1]) for n, m in (shape, offset))
         num_padded = shape[0] - model.vocab_size if shard.key in _VOCABULARY else 0
         shape = (shape[0] - num_padded, *shape[1:])
-        if INSIDE in shard.key and shard.key.endswith("lora_B.weight"):
+        if shard.key.endswith(SECOND_FACTOR):
             shard.data.zero_()
             continue
         is_uniform, std = _spread(shard.key, shape, model)

@@ -44,7 +44,7 @@ def default_param_groups(
 
     With a decoupled rate (--decoupled-lr), weights that megatron-core marks as embedding or output layer form
     separate groups. So do Muon's matrices, and with `lora_plus_ratio` the matrices B of adapters. Distributed
-    experts (marked `allreduce=False`, EP > 1) form separate groups on all ranks, even on those without experts.
+    experts (marked `allreduce=False`, EP > 1) form separate groups on all ranks, even without experts.
     Source: megatron/core/optimizer/__init__.py, `get_standard_config_overrides`; there a parameter without
     dimensions decays, here it does not.
     """

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import MOMENT_BYTES, PRECISIONS
+from patch.config.fields import with_values
 from patch.device import MachineFacts
 from patch.layout.buckets import (
     CHUNK_UNIT,
@@ -98,7 +98,7 @@ def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -
     if not config.gathers_weights_per_pass:
         return []
     if as_kept:
-        config = replace(config, training=replace(config.training, fp8_param_gather=False))
+        config = with_values(config, fp8_param_gather=False)
     place, pp_size = place_of(config, pp_rank), config.parallel.pipeline_model_parallel_size
     return [unit for stage in parameters.freed_units(config)[place::pp_size] for unit in stage]
 
@@ -152,14 +152,15 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     autograd if layers accumulate the main gradients; buffers of streamed states.
     """
     dummy_wgrads = _dummy_wgrad_bytes(config, cuda=cuda) + _streaming_bytes(config)
-    shares, optimizer = config.num_state_shards, config.optimizer
+    stage, optimizer = config.zero_stage, config.optimizer
+    shares = config.state_group_size if stage.shards_states else 1
     if shares == 1 and not config.gathers_weights_per_pass:
         return dummy_wgrads
     types = optimizer.main_grads_dtype, config.training.precision
     (element, weight), count = map(element_bytes, types), parameters_of(config, pp_rank)
     units = [unit.total // weight for unit in units_of(config, pp_rank, as_kept=True)]  # no bucket spans two
     bucket = min(optimizer.reduce_bucket_size, count, max(units, default=0) or count)
-    is_staged = config.num_gradient_shards > 1 or config.gathers_weights_per_pass
+    is_staged = (stage.shards_gradients and shares > 1) or config.gathers_weights_per_pass
     others = max(0, count - sum(units))
     buffers = (NUM_STAGING - 1) * bucket + min(bucket, others or bucket)
     staged = buffers * element if is_staged else 0

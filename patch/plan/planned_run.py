@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 from patch.checks.rules import RULES
 from patch.config import RunConfig
-from patch.config.fields import FIELDS
+from patch.config.fields import FIELDS, with_values
 from patch.config.flags import flag_words, read_flags
 from patch.config.positions import VARIABLES, read_variables
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.resolve import resolve_run
-from patch.plan.savings import with_values
 from patch.plan.timing.machine import PRESETS, Machine, preset, read_machine, this_machine
 from patch.preflight.parse import parse_args, split_positions
 from patch.text import to_int

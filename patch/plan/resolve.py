@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from patch.checks.rules import is_legal
 from patch.config import RunConfig
 from patch.config.choices import Sharding, ZeroStage
+from patch.config.fields import with_values
 from patch.config.positions import where
 from patch.device import MachineFacts
 from patch.features.backends import resolve_transformer_impl
@@ -21,7 +22,7 @@ from patch.logger import get_logger
 from patch.plan import memory
 from patch.plan.fits import Candidates, SearchResult, SearchSpace, best, heaviest_rank
 from patch.plan.parameters import layer_kinds
-from patch.plan.savings import RecomputePlan, changed, share_on_host, with_changes, with_values
+from patch.plan.savings import RecomputePlan, changed, share_on_host, with_changes
 from patch.plan.timing.communication import sent_bytes
 from patch.plan.timing.layer_time import layer_times, seconds_by_tp_overlap
 from patch.plan.timing.machine import Machine, machines_of

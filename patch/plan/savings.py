@@ -6,14 +6,13 @@ changes that a row lists for it. `advice` names the savings that free the memory
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import Recompute, RecomputeMethod, ZeroStage
-from patch.config.fields import FIELDS
+from patch.config.fields import FIELDS, with_values
 from patch.config.flags import flag_words
 from patch.config.positions import place_of, where
 from patch.config.schema import OptimizerConfig
@@ -63,16 +62,7 @@ def changed(kind: str = "", /, **values: object) -> Change:
 
 def with_changes(config: RunConfig, changes: Changes) -> RunConfig:
     """Return the run with changes; the last value of a field counts."""
-    sections: dict[str, dict[str, Any]] = {}
-    for field, value in chain.from_iterable(change.values for change in changes):
-        sections.setdefault(FIELDS[field].section, {})[field] = value
-    replaced = {name: dataclasses.replace(getattr(config, name), **new) for name, new in sections.items()}
-    return dataclasses.replace(config, **replaced) if replaced else config
-
-
-def with_values(config: RunConfig, **values: object) -> RunConfig:
-    """Return the run with other values of fields."""
-    return with_changes(config, (changed(**values),))
+    return with_values(config, **dict(chain.from_iterable(change.values for change in changes)))
 
 
 class MemorySaving(NamedTuple):
@@ -88,13 +78,16 @@ class MemorySaving(NamedTuple):
 
 
 def _sharding(config: RunConfig) -> Iterator[Change]:
-    if config.state_group_size > 1 and not config.zero_stage.shards_states:
+    stage = config.zero_stage
+    if config.state_group_size == 1:
+        return
+    if not stage.shards_states:
         yield changed(use_distributed_optimizer=True, data_parallel_sharding=None)
-    if config.state_group_size > 1 and config.num_gradient_shards == 1:
+    if not stage.shards_gradients:
         yield changed(data_parallel_sharding=ZeroStage.GRADIENTS)
-    if config.state_group_size > 1 and config.optimizer.reduce_bucket_size > SMALL_BUCKET:
+    if config.optimizer.reduce_bucket_size > SMALL_BUCKET:
         yield changed(reduce_bucket_size=SMALL_BUCKET)
-    if config.state_group_size > config.num_param_shards:
+    if not stage.shards_parameters:
         yield changed(data_parallel_sharding=ZeroStage.PARAMETERS)
 
 

@@ -9,7 +9,6 @@ comes from that config.yaml.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from patch.config.data_spec import by_split, format_data, parse_data
+from patch.config.fields import with_values
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, DataError, nearest, shown
 from patch.preflight.checkpoint_places import existing_checkpoint_root
@@ -94,8 +94,7 @@ def fetch_from_hub(config: RunConfig, *, weights: bool) -> RunConfig:
         DataError: a data set cannot be fetched, or its files are several sets.
     """
     if weights and (model := _model_to_fetch(config)) is not None:
-        load = str(fetch(model, "weights", field="load"))
-        config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=load))
+        config = with_values(config, load=str(fetch(model, "weights", field="load")))
     if config.data.dataset_type != "raw":
         return config
     texts = {field: getattr(config.data, field) for field in _SPLITS_OF}
@@ -106,7 +105,7 @@ def fetch_from_hub(config: RunConfig, *, weights: bool) -> RunConfig:
     }
     if changed.items() <= texts.items():
         return config
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **changed))
+    config = with_values(config, **changed)
     check_data(config)
     return config
 

@@ -146,13 +146,14 @@ def adapter_at(folder: str | Path, model: ModelConfig) -> AdapterConfig:
 
 
 def adapter_loaded(config: RunConfig) -> AdapterConfig:
-    """Return the adapters at --lora-load. If a run that began there has checkpoints, return its adapters.
+    """Return the adapters at --lora-load, or else the run's. If a run from there has checkpoints, its own.
 
     Raises:
         ConfigError: see `adapter_at`; or the store does not answer.
     """
-    folder, home = config.adapter.lora_load, resumed_run_folder(config)
-    assert folder is not None
+    if (folder := config.adapter.lora_load) is None:
+        return config.adapter
+    home = resumed_run_folder(config)
     if existing_checkpoint_root(config) is not None and (home / CONFIG_FILE).is_file():
         before = read_run(home / CONFIG_FILE).adapter
         if before.lora_load == folder:

@@ -40,6 +40,7 @@ from patch.families import (
     own_traits,
 )
 from patch.families.adapters import AdapterConfig
+from patch.features.table import LATENTS
 from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.preflight.hub_names import take_models
 from patch.preflight.model_of_folder import (
@@ -54,7 +55,6 @@ from patch.preflight.model_of_folder import (
 from patch.storage.hub import hub_name
 from patch.storage.remote import is_url
 
-_PATHS = ("tokenizer_name_or_path", "load", "lora_load", "output_path", "log_dir", "eval_tasks_path")
 _DATA = ("train_data_path", "valid_data_path")
 _REQUIRED_SHAPE = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
 """Fields that the user must give if neither a preset nor a config.json sets them."""
@@ -201,7 +201,7 @@ def _derive(merged: dict[str, Any]) -> None:
     heads, hidden = merged.get("num_attention_heads", 0), merged.get("hidden_size", 0)
     if heads > 0:
         merged.setdefault("num_query_groups", heads)
-        if merged.get("kv_lora_rank"):
+        if merged.get(LATENTS.field):
             parts = (merged.get(name) or 0 for name in ("qk_head_dim", "qk_pos_emb_head_dim"))
             merged.setdefault("kv_channels", sum(parts))
         if "kv_channels" not in merged and hidden % heads:
@@ -262,15 +262,13 @@ def _take_tokenizer(merged: dict[str, Any]) -> None:
 
 
 def _take_adapters(config: RunConfig, merged: Mapping[str, Any]) -> RunConfig:
-    """Use the adapters that the folder at --lora-load describes, unless the user sets a value."""
-    if config.adapter.lora_load is None:
-        return config
+    """Use the adapters of the folder that the run begins from, unless the user sets a value."""
     given = {name: getattr(config.adapter, name) for name in AdapterConfig.__slots__ if name in merged}
     return replace(config, adapter=replace(adapter_loaded(config), **given))
 
 
 def _make_absolute(merged: dict[str, Any]) -> None:
-    for name in _PATHS:
+    for name in (each.name for each in FIELDS.values() if each.is_path):
         if merged.get(name) is not None and not is_url(merged[name]):
             merged[name] = os.path.abspath(merged[name])
     chat = merged.get("chat_template")

@@ -125,17 +125,14 @@ def numerics_notes(config: RunConfig) -> Iterator[str]:
 
 def adapters_are_those_loaded(config: RunConfig, machine: MachineFacts) -> None:
     """Require the run's adapters in the PEFT folder of --lora-load; only their dropout may differ."""
-    folder = config.adapter.lora_load
-    if folder is None:
-        return
     theirs, ours = adapter_loaded(config), config.adapter
     for name in ("lora_rank", "alpha", "lora_rslora"):
         got, expected = getattr(ours, name), getattr(theirs, name)
         if got != expected:
-            refuse("lora_alpha" if name == "alpha" else name, got, expected, f"{folder} has it")
+            refuse("lora_alpha" if name == "alpha" else name, got, expected, f"{ours.lora_load} has it")
     if adapters_of(config.model, theirs) != adapters_of(config.model, ours):
         expected = theirs.lora_target_modules
-        refuse("lora_target_modules", ours.lora_target_modules, expected, f"{folder} has them")
+        refuse("lora_target_modules", ours.lora_target_modules, expected, f"{ours.lora_load} has them")
 
 
 def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:

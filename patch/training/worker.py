@@ -54,12 +54,12 @@ from patch.training.trainer import Trainer
 _logger = get_logger(__name__)
 
 _PER_MACHINE_FIELDS = frozenset(
-    "train_data_path valid_data_path tokenizer_name_or_path chat_template cache_dir data_workers load "
-    "lora_load output_path save stop_file log_dir eval_tasks_path optimizer_offload_policy "
-    "optimizer_offload_fraction optimizer_offload_auto_threshold optimizer_offload_chunk_size "
-    "optimizer_offload_streamed offload_folder optimizer_offload_host_share simulated_device_memory".split()
+    "train_data_path valid_data_path chat_template cache_dir data_workers save stop_file "
+    "optimizer_offload_policy optimizer_offload_fraction optimizer_offload_auto_threshold "
+    "optimizer_offload_chunk_size optimizer_offload_streamed offload_folder optimizer_offload_host_share "
+    "simulated_device_memory".split()
 )
-"""Fields that may differ between machines: paths, and the placement of optimizer states."""
+"""Fields beside paths that may differ between machines: data, and the placement of optimizer states."""
 
 
 def run(config: RunConfig) -> None:
@@ -163,7 +163,8 @@ def _retention(run: Run, root: AnyPath, measure: Measure) -> CheckpointRetention
 def _compare_runs(config: RunConfig) -> None:
     """Refuse, on all ranks, values that differ between ranks, given by the user or chosen by `auto`."""
     # Otherwise ranks would train different runs or deadlock.
-    shared = {name: scalar_of(config, name) for name in FIELDS if name not in _PER_MACHINE_FIELDS}
+    names = (each.name for each in FIELDS.values() if not each.is_path)
+    shared = {name: scalar_of(config, name) for name in names if name not in _PER_MACHINE_FIELDS}
     per_rank = all_gather_object(shared)
     for rank, values in enumerate(per_rank):
         for name, value in values.items():

@@ -17,7 +17,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from patch.launch.worker_process import WorkerExit, announce_end, begin, claim_e
 begin()  # before slow imports and before any thread
 
 from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E402
-from patch.config.fields import FIELDS, scalar_of  # noqa: E402
+from patch.config.fields import FIELDS, scalar_of, with_values  # noqa: E402
 from patch.config.flags import flag_words  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
 from patch.errors import ConfigError, PatchError, printable  # noqa: E402
@@ -84,13 +83,11 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     invocation = parse_args([*own, *flags], os.environ, machine)
     config = invocation.config
     if options.tasks:
-        length = min(_ROW, config.model.max_position_embeddings)
-        config = replace(config, model=replace(config.model, seq_length=length))
+        config = with_values(config, seq_length=min(_ROW, config.model.max_position_embeddings))
     if config.training.global_batch_size == 1:
         # Interleaved stages need at least one micro-batch per pipeline rank.
         batch = config.data_parallel_size * config.parallel.pipeline_model_parallel_size
-        batch *= config.training.micro_batch_size
-        config = replace(config, training=replace(config.training, global_batch_size=batch))
+        config = with_values(config, global_batch_size=batch * config.training.micro_batch_size)
     for rule in (*RULES, *FILE_RULES):
         rule(config, machine)
     config, _ = resolve_run(fetch_from_hub(config, weights=True), machine)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patch.config import RunConfig, to_yaml, user_message
-from patch.config.fields import check_choice
+from patch.config.fields import check_choice, with_values
 from patch.config.positions import VARIABLES
 from patch.device import MachineFacts
 from patch.errors import ConfigError, TrainingError
@@ -113,11 +113,8 @@ def prove(small: Shrunk, folder: Path, *, on_gpus: bool) -> dict[str, Comparison
     for run in (small.one, small.layout):
         _train(run, folder, Path(run.checkpoint.output_path).name, on_gpus=on_gpus)
     steps = {"steps": compare(small.layout, small.one, range(1, STEPS + 1))}
-    resumed = replace(
-        small.layout,
-        checkpoint=replace(small.layout.checkpoint, output_path=str(folder / "resumed")),
-        data=replace(small.layout.data, cache_dir=small.one.data.cache_dir),
-    )
+    cache = small.one.data.cache_dir
+    resumed = with_values(small.layout, output_path=str(folder / "resumed"), cache_dir=cache)
     _copy_first_step(folder / "one", folder / "resumed")
     _train(resumed, folder, "resumed", on_gpus=on_gpus)
     return {**steps, "resumed from one process": compare(resumed, small.one, [STEPS])}

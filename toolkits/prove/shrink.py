@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from patch.checks.rules import RULES
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
-from patch.config.fields import FIELDS, assemble, scalar_of, value_of
+from patch.config.fields import FIELDS, assemble, scalar_of, value_of, with_values
 from patch.config.schema import CheckpointConfig, ParallelConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
@@ -152,7 +152,7 @@ def placed(run: RunConfig, folder: Path, name: str) -> RunConfig:
         output_path=str(folder / name), save_interval=1, async_save=run.checkpoint.async_save,
         load=str(folder / "made" / "model") if run.adapter.quantize_base else None,
     )  # fmt: skip
-    return replace(run, checkpoint=saves, data=replace(run.data, cache_dir=str(folder / f"{name}-cache")))
+    return with_values(replace(run, checkpoint=saves), cache_dir=str(folder / f"{name}-cache"))
 
 
 def alone(layout: RunConfig) -> RunConfig:
@@ -163,21 +163,13 @@ def alone(layout: RunConfig) -> RunConfig:
     experts, training, size = layout.experts, layout.training, layout.training.global_batch_size
     if layout.model.num_experts and (experts.moe_aux_loss_coeff or experts.moe_z_loss_coeff):
         size = training.micro_batch_size
-    return replace(
-        layout,
-        parallel=ParallelConfig(nproc_per_node=1, data_parallel_sharding=ZeroStage.NONE),
-        training=replace(
-            training, micro_batch_size=size, recompute_granularity=None, recompute_method="uniform",
-            cpu_offloading=False, cpu_offloading_num_layers=None, fp8_param_gather=False,
-        ),
-        optimizer=replace(
-            layout.optimizer, optimizer_offload_policy=None, grad_reduce_in_bf16=False,
-            gradient_accumulation_fusion=False, cpu_offloading_weights=False,
-        ),
-        experts=replace(
-            experts, expert_model_parallel_size=1, expert_tensor_parallel_size=None,
-            moe_token_dispatcher_type="alltoall",
-        ),
+    parallel = ParallelConfig(nproc_per_node=1, data_parallel_sharding=ZeroStage.NONE)
+    return with_values(
+        replace(layout, parallel=parallel), micro_batch_size=size, recompute_granularity=None,
+        recompute_method="uniform", cpu_offloading=False, cpu_offloading_num_layers=None,
+        fp8_param_gather=False, optimizer_offload_policy=None, grad_reduce_in_bf16=False,
+        gradient_accumulation_fusion=False, cpu_offloading_weights=False, expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None, moe_token_dispatcher_type="alltoall",
     )  # fmt: skip
 
 

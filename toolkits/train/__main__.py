@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":  # a worker finds no packages otherwise
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from patch.config.fields import with_values
 from patch.launch.worker_process import (  # noqa: E402
     announce_end,
     begin,
@@ -44,7 +44,7 @@ def _resolved_run(file: Path) -> RunConfig:
     from patch.plan.resolve import resolve_run
 
     num_machines = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-    config = replace(config, parallel=replace(config.parallel, nnodes=num_machines))
+    config = with_values(config, nnodes=num_machines)
     return resolve_run(config, MachineFacts.probe())[0]
 
 

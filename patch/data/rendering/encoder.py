@@ -177,8 +177,8 @@ def _remove_prefix(described: Any) -> set[str]:
     if not isinstance(described, dict):
         return set()
     schemes: set[str] = set()
-    for step in [described.get("normalizer"), described.get("pre_tokenizer"), *_steps_of(described)]:
-        schemes |= _remove_prefix(step)
+    for steps in ("normalizer", "pre_tokenizer", "normalizers", "pretokenizers"):
+        schemes |= _remove_prefix(described.get(steps))
     if described.get("type") == "Metaspace" and described["prepend_scheme"] != "never":
         schemes.add(described["prepend_scheme"])
         described["prepend_scheme"] = "never"
@@ -189,7 +189,3 @@ def _remove_prefix(described: Any) -> set[str]:
         schemes.add("always")
         described["prepend"] = ""
     return schemes
-
-
-def _steps_of(described: dict[str, Any]) -> list[Any]:
-    return [*described.get("normalizers", ()), *described.get("pretokenizers", ())]

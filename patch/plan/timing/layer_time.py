@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Precision
+from patch.config.fields import with_values
 from patch.families import attended_channels, layer_matrices, widths
 from patch.families.adapters import adapters_of
 from patch.features.backends import can_overlap_tp_comm
 from patch.plan.activations import boundary_bytes, dispatch_of, kept_bytes
 from patch.plan.flops import attended_pairs
 from patch.plan.parameters import element_bytes, fuses_gradients, trained_share
-from patch.plan.savings import with_values
 from patch.plan.timing import communication as links
 from patch.plan.timing.machine import Machine
 

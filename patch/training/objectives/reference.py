@@ -97,9 +97,7 @@ class ReferenceObjective(Objective):
         size = sum(2 * len(each.sizes) for each in self.sets)
         if len(self.reference) == size:
             return
-        adapter = run.config.adapter
-        is_base = adapter.is_on and not adapter.lora_load  # new adapters do not change the output
-        of_weights = base_checksum if is_base else checksum
+        of_weights = base_checksum if run.config.adapter.starts_at_base else checksum
         weights = of_weights(run.stages, run.optimizer)
         if run.start_iteration:
             self._check(weights, from_rank_0(partial(_keys_in, self._keys_file)))

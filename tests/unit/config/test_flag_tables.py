@@ -1,22 +1,25 @@
-"""The guides' tables of flags are generated from the schema: after a line `<!-- flags: NAME ... -->`.
+"""Tables of the guides are generated from the schema and the table of features.
 
-RENEW_GOLDEN=1 writes them anew.
+A table follows its line: `<!-- flags: FIELD ... -->`, `<!-- conflicts: FIELD ... -->` (of the features that
+these fields turn on) or `<!-- features: proven -->`. RENEW_GOLDEN=1 writes the tables anew.
 """
 
 import os
 import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from patch.config.fields import FIELDS
 from patch.config.flags import spellings
+from patch.features.table import CONFLICTS, FEATURES, Feature
 
 DOCS = Path(__file__).parents[3] / "docs"
-TABLE = re.compile(r"(<!-- flags: ([a-z0-9_ ]+) -->\n\n)((?:\|.*\n)*)")
+TABLE = re.compile(r"(<!-- (flags|conflicts|features): ([a-z0-9_ ]+) -->\n\n)((?:\|.*\n)*)")
 
 
-def table(names: str) -> str:
+def flags(names: str) -> str:
     rows = ["| flag | meaning | default |", "| --- | --- | --- |"]
     for field in map(FIELDS.__getitem__, names.split()):
         default = field.to_scalar(field.default)
@@ -28,13 +31,36 @@ def table(names: str) -> str:
     return "\n".join(rows) + "\n"
 
 
-PAGES = sorted(page for page in DOCS.glob("*.md") if "<!-- flags" in page.read_text(encoding="utf-8"))
+def conflicts(fields: str) -> str:
+    """Each feature of these fields with all that exclude it; the second of two such features is left out."""
+    rows, said = ["| | not together with |", "| --- | --- |"], set()
+    for feature in (each for field in fields.split() for each in FEATURES if each.field == field):
+        met = (each[:2] for each in CONFLICTS if feature in each[:2])
+        others = [b if a is feature else a for a, b in met]
+        if others := [other.name for other in others if other not in said]:
+            rows.append(f"| {feature.name} | {', '.join(others)} |")
+        said.add(feature)
+    return "\n".join(rows) + "\n"
+
+
+def features(_: str) -> str:
+    """The features by the largest machine that has run them."""
+    rows = ["| tested on | features |", "| --- | --- |"]
+    for machine in get_args(get_type_hints(Feature)["proven"]):
+        names = [each.name for each in FEATURES if each.proven == machine]
+        rows.append(f"| {machine} | {', '.join(names) or 'none'} |")
+    return "\n".join(rows) + "\n"
+
+
+KINDS = {"flags": flags, "conflicts": conflicts, "features": features}
+
+PAGES = sorted(page for page in DOCS.glob("*.md") if TABLE.search(page.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_of_flags_are_generated_from_the_schema(page: Path) -> None:
+def test_tables_are_generated_from_schema_and_features(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    renewed = TABLE.sub(lambda found: found[1] + table(found[2]), text)
+    renewed = TABLE.sub(lambda found: found[1] + KINDS[found[2]](found[3]), text)
     if os.environ.get("RENEW_GOLDEN"):
         page.write_text(renewed, encoding="utf-8")
-    assert renewed == text, "RENEW_GOLDEN=1 writes the tables of flags anew"
+    assert renewed == text, "RENEW_GOLDEN=1 writes the tables anew"

@@ -50,7 +50,8 @@ def test_what_is_found_for_32_gpus_is_legal_and_its_line_gives_it(size):
     assert len(layouts) >= 3
     for each in layouts:
         model_parallel = each.layout.tp * each.layout.pp
-        parts = model_parallel * each.resolved.num_param_shards
+        shards_parameters = each.resolved.zero_stage.shards_parameters
+        parts = model_parallel * (each.resolved.state_group_size if shards_parameters else 1)
         assert model_parallel <= 2 if size == "8B" else 4 <= parts <= 32
         assert each.layout.tp <= 8 and each.resolved.world_size == 32 and each.fit.is_whole
         assert each.run.parallel.sequence_parallel == (each.layout.tp > 1)
