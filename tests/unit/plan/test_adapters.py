@@ -1,5 +1,6 @@
 """Adapters in the plan: parameters and FLOPs against PEFT's model and torch's counter, bytes by hand."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,20 +47,28 @@ def test_parameters_are_those_that_peft_counts(size: str, targets: str, shape: t
     assert total_parameters(run.model) == total - trained
 
 
-def test_flops_are_those_of_torchs_counter_for_pefts_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{"lora_rank": 4}, {"freeze": r"o_proj|layers\.1\..*mlp|lm_head|norm"}])
+def test_flops_are_those_of_torchs_counter_for_pefts_model(tmp_path: Path, changes: dict) -> None:
     """Sequences of one token, so that a mask hides nothing; gradients reach the first layer's input."""
     peft = pytest.importorskip("peft", reason=REASON)
     model = family_model("llama-2-70B", tmp_path, attn_implementation="eager")
-    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model.train(), lora)
+    if "freeze" in changes:
+        for name, weight in model.train().named_parameters():
+            weight.requires_grad_(re.search(changes["freeze"], name) is None)
+    else:
+        lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model.train(), lora)
     model.enable_input_require_grads()
     ids = torch.arange(16).view(16, 1)
     with FlopCounterMode(display=False) as counter:
         model(ids).logits.sum().backward()
     run = family_run(
-        tmp_path, lora_rank=4, global_batch_size=16, max_padding_length=1, make_vocab_size_divisible_by=1
+        tmp_path, **changes, global_batch_size=16, max_padding_length=1, make_vocab_size_divisible_by=1
     )
     assert flops_per_step(run).model == counter.get_total_flops()
+    if "freeze" in changes:
+        trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        assert trained_parameters(run) == trained == parameters_of(run, 0)
 
 
 def test_70b_on_eight_gpus_is_planned_and_named_beside_the_cures() -> None:

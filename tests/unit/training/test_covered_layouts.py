@@ -350,7 +350,8 @@ def test_row_trains_as_one_process(of_one: dict, of_eight: list, number: int) ->
         assert ours.losses == pytest.approx(one.losses, abs=loss_bound)
         assert ours.grad_norms == pytest.approx(one.grad_norms, rel=norm_bound)
         assert ours.skipped == one.skipped
-        assert row["objective"] != "dpo" or ours.losses[0] == torch.tensor(2.0).log().item()
+        has_margin = row["objective"] != "dpo" or row["noise"] == "yes"  # the reference has no noise
+        assert has_margin or ours.losses[0] == torch.tensor(2.0).log().item()
 
 
 def test_rows_are_proved_by_llama_patch_prove(tmp_path: Path) -> None:
