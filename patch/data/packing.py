@@ -278,9 +278,10 @@ class _Mismatched:
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Return the micro-batch of the mismatched sequences beside those of `UnpairedSource`."""
+    """Return the micro-batch of the mismatched sequences beside those of `UnpairedSource`, without noise."""
     of_sequences = {**batch.of_sequences, "number": batch.of_sequences["number"] + 1}
-    return batch._replace(**batch.extra_tensors, extra_tensors={}, of_sequences=of_sequences)
+    own = {name: each for name, each in batch.extra_tensors.items() if name in Batch._fields}
+    return batch._replace(**own, extra_tensors={}, of_sequences=of_sequences)
 
 
 SOURCES: dict[RowKind, type[PairSource]] = {"pair": PairSource, "unpaired": UnpairedSource}
