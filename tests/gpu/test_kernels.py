@@ -20,7 +20,7 @@ from patch.model.fp8.product import Fp8Product, StepWeights
 from patch.model.kernels import layer_kernels
 from patch.model.loss import LossMask, VocabularyShard, linear_cross_entropy
 from patch.model.mlp import activation_of, swiglu
-from patch.model.nf4_product import NF4_PRODUCT, dequantize, quantize
+from patch.model.nf4_product import Nf4Product, dequantize, quantize
 from patch.model.weight_gradient import add_product, has_epilogue
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -260,7 +260,7 @@ def test_4_bit_product_is_that_of_the_dense_weight(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(96, 320, device="cuda").to(dtype))
     packed = quantize(weight.detach())
-    product = NF4_PRODUCT.of(weight)
+    product = Nf4Product("nf4").of(weight)
     weight.copy_(packed)
     input, found = torch.randn(33, 2, 320, device="cuda").to(dtype).requires_grad_(), []
     for output in (product(input, weight), input @ dequantize(packed, dtype).t()):

@@ -134,3 +134,33 @@ def test_memory_is_that_of_this_process_and_what_is_free(device: CudaDevice) -> 
     del held
     assert device.pop_peak_bytes() == allocated
     assert device.pop_peak_bytes() == allocated - (1 << 30)
+
+
+def test_streamed_states_have_the_bits_of_states_on_the_device(device: CudaDevice) -> None:
+    """Five chunks go through three buffers, in three steps, while the device sleeps before the gradients."""
+    numel, found = 1 << 18, []
+    for streamed in (None, 1.0):
+        torch.manual_seed(0)
+        ranges = [ShardRange(0, numel, 0, False)]
+        params = [torch.randn(numel, device="cuda").bfloat16() for _ in range(5)]
+        shards = [BucketShard(torch.zeros(numel, device="cuda"), each, ranges) for each in params]
+        offload = None
+        if streamed is not None:
+            streams = CudaDevice(device.device, "streamed states")
+            offload = Offload(device, StaticPlacementPolicy(1.0), numel, streamed=streamed, streams=streams)
+        adam = HybridAdam(shards, OptimizerConfig(lr=1e-3), [ParamGroup([], 0.1)], offload)
+        for _ in range(3):
+            adam.start_step(1e-3, 1.0)
+            torch.cuda._sleep(10**8)
+            for shard in shards:
+                shard.grad.normal_()
+            adam.start_update(1e-3, 1.0)
+            adam.update(range(5))
+            for index in range(5):
+                adam.wait_for_update(index, block=True)
+        states = [adam.manager.chunks[0], adam.manager.chunks[-1]]
+        for chunk in states:
+            chunk.wait_for_transfer()
+        found.append([*params, states[0].states["exp_avg"].data[:numel].cpu()])
+    for expected, ours in zip(*found, strict=True):
+        assert torch.equal(expected, ours)
