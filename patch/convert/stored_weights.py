@@ -105,7 +105,11 @@ class StoredWeights:
 
     def _checked_table(self) -> Table:
         """Check each tensor, and return the weight table with the checkpoint's padding."""
-        embedding = [key for key, place in self._places.items() if place.name == EMBEDDING_PARAMETER]
+        of_ends = (
+            [key for key, place in self._places.items() if place.name == name]
+            for name in (EMBEDDING_PARAMETER, TIED_OUTPUT)  # a frozen embedding has no states
+        )
+        embedding = next(filter(None, of_ends), [])
         rows = sum(self._stored[key].shape[0] for key in embedding if self._stored[key].shape)
         adapter = self._adapter
         table = adapter_table(self._model, adapter) if adapter else weights_table(self._model, rows)
