@@ -118,7 +118,8 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "tokens": {"alltoall": {}, "allgather": {"moe_token_dispatcher_type": "allgather"}},
     "LoRA": {"no": {}, "yes": {"lora_rank": 3}, "nf4": {"lora_rank": 3, "quantize_base": "nf4"}},
     "objective": {
-        "sft": {}, **{name: {"objective": name, "dpo_beta": 0.5} for name in ("dpo", "orpo", "kto")}
+        "sft": {}, **{name: {"objective": name, "dpo_beta": 0.5} for name in ("dpo", "orpo")},
+        "kto": {"objective": "kto", "dpo_beta": 0.5, "undesirable_weight": 0.1},
     },
 }  # fmt: skip
 WITH_EXPERTS = ("mixtral", "qwen-moe", "deepseek")
