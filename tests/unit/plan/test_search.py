@@ -37,7 +37,7 @@ def test_8b_on_eight_gpus_is_data_parallel():
     best, *others = found()
     assert (best.layout.tp, best.layout.pp) == (1, 1) and best.resolved.recompute is None
     assert any((each.layout.tp, each.layout.pp, each.layout.cp) == (2, 1, 1) for each in others)
-    assert all(each.fit.is_whole and 0.4 < each.time.mfu < 0.55 for each in (best, *others))
+    assert all(each.fit.is_whole and 0.4 < each.time.mfu < 0.62 for each in (best, *others))
     seconds = [each.time.seconds for each in (best, *others)]
     assert seconds == sorted(seconds)
 

@@ -120,7 +120,8 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "tokens": {"alltoall": {}, "allgather": {"moe_token_dispatcher_type": "allgather"}},
     "LoRA": {"no": {}, "yes": {"lora_rank": 3}, "nf4": {"lora_rank": 3, "quantize_base": "nf4"}},
     "objective": {
-        "sft": {}, **{name: {"objective": name, "dpo_beta": 0.5} for name in ("dpo", "orpo", "kto")},
+        "sft": {}, **{name: {"objective": name, "dpo_beta": 0.5} for name in ("dpo", "orpo")},
+        "kto": {"objective": "kto", "dpo_beta": 0.5, "undesirable_weight": 0.1},
         "distill": {"distill_from": "a store", "distill_alpha": 0.7, "distill_temperature": 2.0},
     },
     "freeze": {"no": {}, "yes": {"freeze": r"embed|\.0\..*(mlp|moe)|o_proj|dense"}},
