@@ -73,6 +73,7 @@ class DataConfig:
     distill_from: str | None = flag(
         "learn from a teacher whose log-probabilities llama-patch evaluate --distill-to wrote here; none",
         none="none",
+        is_path=True,
     )
     distill_alpha: float = flag(
         "--distill-from: share of the divergence from the teacher in the loss; the rest is cross entropy",

@@ -38,14 +38,21 @@ bucket is complete. With ZeRO-3 the third is for parameters that stay whole, and
 bucket."""
 NUM_GATHERED_UNITS = 2
 """Units whose weights are whole at once with ZeRO-3: one computes, the next is being gathered."""
-NUM_STREAMED, CHUNK_UNIT = 3, 32 << 20
+NUM_STREAMED = 3
 """Chunks of streamed states with a buffer on the device: one is copied there, one is updated, one is copied
-back. The smallest size of a large model's chunk, in elements."""
+back."""
+CHUNK_UNITS = range(1, 5)
+"""The sizes of a chunk that are tried, in units of `chunk_unit`."""
 MAX_IN_FLIGHT = 4
 """Reductions that a CPU keeps in flight during backward. Each holds memory for what it receives: a bucket
 less the rank's own part. Step time is the same from 2 to all of them (toolkits/benchmarks/RESULTS.md)."""
 NUM_BF16_SENDS_IN_FLIGHT = 2
 """Messages of rounded gradients over NCCL: one is sent while another is rounded or summed."""
+
+
+def chunk_unit(numel: int) -> int:
+    """Return the smallest size of a chunk, in elements, if a rank has the states of `numel` elements."""
+    return min(32 << 20, max(1, -(-numel // 64)))
 
 
 class ParamSpec(NamedTuple):

@@ -44,11 +44,14 @@ class CudaDevice:
 
     Args:
         what: name of the offloaded data. Each name has its own copy streams.
+        beside: the same GPU under another name, if both count their freed memory together.
     """
 
-    def __init__(self, device: torch.device, what: str = "states") -> None:
+    def __init__(
+        self, device: torch.device, what: str = "states", beside: CudaDevice | None = None
+    ) -> None:
         self.device = device
-        self._fragmentation = Fragmentation()
+        self._fragmentation: Fragmentation = beside._fragmentation if beside else Fragmentation()
         self._streams = streams_of(device)
         self._d2h_stream, self._h2d_stream, self._join_stream, self._aside_stream = (
             stream_of(device, f"{what}: {purpose}")

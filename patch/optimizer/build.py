@@ -71,19 +71,16 @@ def _data_parallel_groups() -> ProcessGroupCollection:
 def _build_offload(config: OptimizerConfig, device: torch.device, host_bytes: int) -> Offload | None:
     if config.optimizer_offload_policy is None:
         return None
-    offload_device: OffloadDevice = (
-        CudaDevice(device)
-        if device.type == "cuda"
-        else SimulatedDevice(config.simulated_device_memory or UNLIMITED)
-    )
+    gpu = CudaDevice(device) if device.type == "cuda" else None
+    offload_device: OffloadDevice = gpu or SimulatedDevice(config.simulated_device_memory or UNLIMITED)
     policy = (
         StaticPlacementPolicy(config.optimizer_offload_fraction)
         if config.optimizer_offload_policy == "static"
         else AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
     )
     disk = None if config.offload_folder is None else DiskMemory(Path(config.offload_folder))
+    streams = gpu and CudaDevice(device, "streamed states", gpu)
     return Offload(
         offload_device, policy, config.optimizer_offload_chunk_size or 0, host_bytes, disk,
-        config.host_state_bytes(host_bytes), config.optimizer_offload_streamed,
-        CudaDevice(device, "streamed states") if device.type == "cuda" else None,
+        config.host_state_bytes(host_bytes), config.optimizer_offload_streamed, streams,
     )  # fmt: skip

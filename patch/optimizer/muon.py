@@ -39,6 +39,10 @@ _FACTORS: dict[MuonScaleMode, Callable[[int, int], float]] = {
 }
 
 
+_Piece = tuple[int, torch.Tensor, torch.Tensor]
+"""First element of a part of a parameter, and the part's momentum and gradient."""
+
+
 class Matrix(NamedTuple):
     """How a parameter is made of whole matrices."""
 
@@ -75,12 +79,21 @@ class Muon:
 
     def orthogonalize(self, grad_scale: float) -> None:
         """Replace the final gradients of matrices by orthogonalized momenta; a collective of the job."""
-        pieces: dict[torch.nn.Parameter, list[tuple[int, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        pieces: dict[torch.nn.Parameter, list[_Piece]] = defaultdict(list)
         momenta = self._norm.state_ranges(partial(self._adam.state, MOMENTUM))
         for kept, new in zip(momenta, self._norm.state_ranges(self._gradients), strict=True):
             pieces[kept.parameter].append((kept.first, kept.values, new.values))
+        # As many at once as ranks can share: each then has a whole matrix, never all of them.
+        size = max((buffers.num_shards for _, buffers in self._trained), default=1)
+        for first in range(0, len(self._trained), size):
+            self._orthogonalize_some(range(len(self._trained))[first : first + size], pieces, grad_scale)
+
+    def _orthogonalize_some(
+        self, numbers: range, pieces: Mapping[torch.nn.Parameter, list[_Piece]], grad_scale: float
+    ) -> None:
         gathered: dict[int, torch.Tensor] = {}
-        for number, (parameter, buffers) in enumerate(self._trained):
+        for number in numbers:
+            parameter, buffers = self._trained[number]
             whole = torch.zeros(parameter.numel(), device=self._device)
             for first, momentum, gradient in pieces[parameter]:
                 whole[first : first + len(momentum)] = self._direction(momentum, gradient, grad_scale)
@@ -91,7 +104,8 @@ class Muon:
                 gathered[number] = whole
         for number, whole in gathered.items():
             self._orthogonalize(self._trained[number][0], whole)
-        for number, (parameter, buffers) in enumerate(self._trained):
+        for number in numbers:
+            parameter, buffers = self._trained[number]
             whole = gathered.pop(number, torch.empty(0))
             if buffers.num_shards > 1:
                 whole = whole if len(whole) else torch.empty(parameter.numel(), device=self._device)

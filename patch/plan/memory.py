@@ -13,12 +13,13 @@ from patch.config.choices import MOMENT_BYTES, PRECISIONS
 from patch.config.fields import with_values
 from patch.device import MachineFacts
 from patch.layout.buckets import (
-    CHUNK_UNIT,
+    CHUNK_UNITS,
     MAX_IN_FLIGHT,
     NUM_BF16_SENDS_IN_FLIGHT,
     NUM_GATHERED_UNITS,
     NUM_STAGING,
     NUM_STREAMED,
+    chunk_unit,
 )
 from patch.plan import parameters
 from patch.plan.parameters import Unit, element_bytes, parameters_of, place_of
@@ -136,11 +137,13 @@ def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = N
     return max(0, off_device - config.optimizer.host_state_bytes(share))
 
 
-def _streaming_bytes(config: RunConfig) -> int:
+def _streaming_bytes(config: RunConfig, pp_rank: int) -> int:
+    """Return the bytes of buffers for chunks of the largest size that may be chosen."""
     optimizer = config.optimizer
     if not (optimizer.optimizer_offload_policy and optimizer.optimizer_offload_streamed):
         return 0
-    chunk = optimizer.optimizer_offload_chunk_size or CHUNK_UNIT
+    numel = parameters.elements_kept_per_rank(config, pp_rank, is_shared=config.zero_stage.shards_states)
+    chunk = optimizer.optimizer_offload_chunk_size or CHUNK_UNITS[-1] * chunk_unit(numel)
     return int(NUM_STREAMED * chunk * state_bytes(config))
 
 
@@ -151,7 +154,7 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     and received bf16 messages with NCCL; with gloo the buffers of messages in flight; dummy gradients for
     autograd if layers accumulate the main gradients; buffers of streamed states.
     """
-    dummy_wgrads = _dummy_wgrad_bytes(config, cuda=cuda) + _streaming_bytes(config)
+    dummy_wgrads = _dummy_wgrad_bytes(config, cuda=cuda) + _streaming_bytes(config, pp_rank)
     stage, optimizer = config.zero_stage, config.optimizer
     shares = config.state_group_size if stage.shards_states else 1
     if shares == 1 and not config.gathers_weights_per_pass:

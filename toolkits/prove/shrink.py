@@ -40,7 +40,7 @@ _GIVEN_ANEW: dict[str, Any] = {
     "model_size": "auto", "init_method_std": 0.05, "make_vocab_size_divisible_by": 16,
     "nnodes": 1, "min_nodes": None, "max_restarts": 0, "log_dir": None,
     "lora_load": None, "lora_dropout": 0.0,
-    "lr": 5e-3, "min_lr": 3e-3, "decoupled_min_lr": None, "lr_warmup_iters": 0,
+    "lr": 5e-3, "min_lr": 3e-3, "decoupled_min_lr": None, "lr_warmup_iters": 0, "lr_warmup_init": 0.0,
     "lr_decay_iters": None, "adam_eps": 1e-3,
     "reduce_bucket_size": 20_000, "ddp_pad_buckets_for_high_nccl_busbw": False,
     "optimizer_offload_chunk_size": 1999, "simulated_device_memory": None,

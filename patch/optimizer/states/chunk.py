@@ -17,12 +17,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from patch.layout.buckets import CHUNK_UNIT
+from patch.layout.buckets import CHUNK_UNITS, chunk_unit
 from patch.memory import HOST, UNLIMITED, Allocator, StagedCopier, TorchAllocator, write_values
 from patch.optimizer.kernels.low_bit_moments import RngCoords, elements_of
 
-# The search for a chunk size tries this many multiples of a unit: CHUNK_UNIT, or 1/64 of a small model.
-_CANDIDATES, _UNITS_OF_SMALL = 4, 64
 _NOWHERE = TorchAllocator(torch.device("meta"))
 
 
@@ -341,10 +339,8 @@ def find_best_chunk_size(numels: Sequence[int]) -> int:
 
     On a tie the smallest size wins: small chunks make the offloaded fraction more exact.
     """
-    unit = min(CHUNK_UNIT, max(1, -(-sum(numels) // _UNITS_OF_SMALL)))
-    return min(
-        (unit * factor for factor in range(1, _CANDIDATES + 1)), key=lambda size: _unused(numels, size)
-    )
+    unit = chunk_unit(sum(numels))
+    return min((unit * factor for factor in CHUNK_UNITS), key=lambda size: _unused(numels, size))
 
 
 def _unused(numels: Sequence[int], size: int) -> int:

@@ -73,7 +73,10 @@ class StreamedUpdates:
             OutOfMemoryError: the device has no room for them.
         """
         while len(self._buffers) > min(num_chunks, NUM_STREAMED):
-            for chunk in self._buffers.pop().states.values():
+            buffer = self._buffers.pop()
+            if buffer.copied_back is not None:  # else compute might reuse memory that is still being read
+                buffer.copied_back.synchronize()
+            for chunk in buffer.states.values():
                 chunk.memory.free(chunk.data)
         while len(self._buffers) < min(num_chunks, NUM_STREAMED):
             states = {

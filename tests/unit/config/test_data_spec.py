@@ -51,6 +51,11 @@ def test_relative_paths_of_a_blend_become_absolute(command, monkeypatch):
     )
 
 
+def test_the_store_of_a_teacher_is_found_from_any_folder(command, monkeypatch):
+    monkeypatch.chdir(command.folder)
+    assert command.parse("--distill-from", "store").config.data.distill_from == f"{command.folder}/store"
+
+
 def tree(folder: Path, *names: str) -> Path:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

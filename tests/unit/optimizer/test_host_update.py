@@ -27,10 +27,13 @@ from optimizer_runs import (
     take_step,
     weights_of,
 )
+from small_runs import HALF, small_run
+from training_runs import build_seeded_run
 
 from patch.config.choices import ZeroStage
 from patch.memory import UNLIMITED, DiskMemory, SimulatedDevice
 from patch.optimizer.states.offload import Offload
+from patch.plan.memory import staging_bytes
 
 pytestmark = pytest.mark.long
 
@@ -128,3 +131,20 @@ def test_placement_changes_no_bit(ranks: list, run: tuple) -> None:
 def test_clipping_of_these_runs_is_what_they_say(ranks: list) -> None:
     norms = np.array(ranks[0][RUNS[0], None]["norms"])
     assert (norms > CLIPPED).all() and 0 < (norms > SOMETIMES).sum() < len(norms)
+
+
+def streaming_bytes(rank: int, world_size: int) -> tuple[int, int]:
+    """Bytes of the buffers of streamed states, and those in the plan."""
+    changes = HALF | {"data_parallel_sharding": "optimizer", "optimizer_offload_streamed": 0.5}
+    config = small_run(dp=world_size, **changes)
+    updates = build_seeded_run(config).optimizer.adam.streamed_updates
+    assert updates is not None
+    there = [each.data.nbytes for buffer in updates._buffers for each in buffer.states.values()]
+    planned, without = (staging_bytes(each, 0, cuda=True) for each in (config, small_run(dp=world_size)))
+    return sum(there), planned - without
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_buffers_of_streamed_states_are_those_of_the_plan(world_size: int) -> None:
+    for there, planned in run_distributed(streaming_bytes, world_size):
+        assert 0 < there <= planned < 5 * there

@@ -6,6 +6,7 @@ Layouts of a run and its checkpoints: training/test_any_layout.py.
 import math
 from itertools import product
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -111,3 +112,24 @@ def test_each_matrix_of_hugging_face_is_orthogonal_by_itself_over_tp() -> None:
         sizes = np.linalg.svd(change, compute_uv=False) / math.sqrt(max(change.shape))
         assert sizes.min() > 0.55 * sizes.max(), name  # the iteration ends between 0.68 and 1.14
         assert 0.056 < sizes.max() < 0.058, name  # the factor of its shape, and a rate of 0.05
+
+
+def most_at_once(rank: int, world_size: int) -> int:
+    run, alive, most = build_seeded_run(small_run(dp=world_size, optimizer="muon")), WeakSet(), [0]
+    muon = run.optimizer._muon
+    orthogonalize = muon._orthogonalize
+
+    def count(parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:
+        alive.add(whole.untyped_storage())
+        most.append(len(alive))
+        orthogonalize(parameter, whole)
+
+    muon._orthogonalize = count  # type: ignore[method-assign]
+    train_step(run, 0)
+    assert len(most) > 8
+    return max(most)
+
+
+def test_a_rank_never_has_all_whole_matrices() -> None:
+    assert run_distributed(most_at_once, 1) == [1]
+    assert run_distributed(most_at_once, 2) == [1, 1]

@@ -26,7 +26,7 @@ from optimizer_runs import (
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
-from patch.layout.buckets import NUM_STAGING
+from patch.layout.buckets import NUM_STAGING, NUM_STREAMED
 from patch.memory import UNLIMITED
 from patch.model.linear import PLAIN
 from patch.optimizer import OverlappedDistributedOptimizer
@@ -246,6 +246,23 @@ def gathers_that_wait_for_compute() -> int:
         return len(fake.comm_of(optimizer.grad_buffer.buckets[0].buffer_group.shard_group).tasks)
 
 
+def copies_under_way_when_buffers_are_freed() -> list[bool]:
+    """Of each buffer of streamed states: whether its last copy to the host has not ended."""
+    fake = FakeDevice(LATE)
+    with fake.executing():
+        model, (step, *_) = OddModel(), make_steps(1, 1, 1)
+    with on(fake):
+        fake.adopt(list(model.parameters()))
+        offload = Offload(FakeOffloadDevice(fake), StaticPlacementPolicy(1.0), CHUNK, streamed=1.0)
+        optimizer = build(model, ZeroStage.NONE, FREE, ALIKE, offload)
+        accumulate(model, optimizer, step[0])
+        optimizer.step()
+        updates = optimizer.adam.streamed_updates
+        ends = [buffer.copied_back for buffer in updates._buffers]
+        updates.resize_buffers(0)
+        return [not end.query() for end in ends]
+
+
 def host_bytes_of(case: tuple, order: Order) -> int:
     """Each order has both amounts, in two cases each."""
     return (UNLIMITED, TIGHT)[(CASES.index(case) + ORDERS.index(order)) % 2]
@@ -253,6 +270,7 @@ def host_bytes_of(case: tuple, order: Order) -> int:
 
 def run_all(rank: int, world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {"moved": move_after_a_step_not_taken()}
+    found["freed"] = copies_under_way_when_buffers_are_freed()
     found["gathers"] = gathers_that_wait_for_compute()
     for zero_stage in (ZeroStage.NONE, ZeroStage.OPTIMIZER):
         found["executed", zero_stage] = executed_while_the_host_goes_on(zero_stage)
@@ -284,6 +302,10 @@ def test_no_order_of_execution_changes_a_bit(outcomes: dict, case: tuple, order:
 def test_nothing_of_a_step_not_taken_is_under_way_when_chunks_move(outcomes: dict) -> None:
     """The host's kernel would have got addresses of the device."""
     assert outcomes["moved"] == (0, 2)
+
+
+def test_no_buffer_of_streamed_states_is_freed_while_it_is_read(outcomes: dict) -> None:
+    assert outcomes["freed"] == [False] * NUM_STREAMED
 
 
 def test_gathers_in_the_midst_of_a_forward_do_not_wait_for_it(outcomes: dict) -> None:

@@ -99,3 +99,8 @@ def test_axes_are_as_small_as_keeps_their_code_paths(
     assert run.layout.data.eval_tasks is None, "a model of a few words has no scores"
     assert run.layout.optimizer.exp_avg_dtype == run.one.optimizer.exp_avg_dtype == "fp32", "codes"
     assert sizes.processes == run.layout.world_size <= 8 and run.one.world_size == 1
+
+
+def test_a_warm_up_from_any_rate_can_be_shrunk(tmp_path: Path) -> None:
+    run = shrunk(small_run(lr=1e-2, lr_warmup_iters=9, lr_warmup_init=8e-3), tmp_path)
+    assert run.layout.optimizer.lr_warmup_init == 0.0
