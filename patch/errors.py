@@ -117,5 +117,6 @@ def nearest(name: str, known: list[str], likeness: float = 0.6) -> str:
     """
     if len(name) > 3 * max(map(len, known), default=0):  # no name is close, and the search would be slow
         return ""
-    match = difflib.get_close_matches(name, known, n=1, cutoff=likeness)
+    match = [each for each in known if each.lower() == name.lower()]
+    match = match or difflib.get_close_matches(name, known, n=1, cutoff=likeness)
     return f", did you mean {match[0]}?" if match else ""

@@ -75,6 +75,9 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     from patch.preflight.parse import parse_args
     from patch.preflight.validate import FILE_RULES, check_data
 
+    if options.distill_to and not any(flag.partition("=")[0] == "--train-data-path" for flag in flags):
+        expected = "the data flags of the student's run there (no positions, no --config)"
+        raise ConfigError(f"--distill-to: got no --train-data-path after --, expected {expected}")
     machine = MachineFacts.probe()
     own = [*_weights(options.model), *_ONE_STEP.split(), "--output-path", str(folder)]
     if options.tasks:

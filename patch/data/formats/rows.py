@@ -79,9 +79,9 @@ _JOINS = {"newline": "\n", "empty": ""}
 _NOT_SUPPORTED = {
     **dict.fromkeys(
         ("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages"),
-        "fine-tuning would learn bad answers too; --objective dpo learns from chosen and rejected",
+        "this run would learn bad answers too; --objective dpo, orpo, simpo read chosen and rejected",
     ),
-    "kto_tag": "fine-tuning would learn bad answers too; --objective kto reads prompt, completion and label",
+    "kto_tag": "this run would learn bad answers too; --objective kto reads prompt, completion and label",
     **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), "only text can be trained"),
     "chat_template_kwargs": "every row is written by the same template (--chat-template-kwargs)",
 }

@@ -182,7 +182,7 @@ class SetReport:
     def _cure(self) -> str:
         if not self.longest_dropped:
             return "correct the rows"
-        other = "" if self.long_samples == "split" else ", or --long-samples split"
+        other = "" if self.pairs or self.long_samples == "split" else ", or --long-samples split"
         padding = f"{where('max_padding_length')} (and --seq-length, where it is shorter)"
         return f"raise {padding} to {self.longest_dropped}{other}"
 

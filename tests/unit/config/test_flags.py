@@ -98,6 +98,12 @@ def test_vocabulary_is_the_tokenizers_and_the_base_of_rope_is_not(command, model
     assert parse_args([*argv, "--rotary-base=1e4"], {}, command.machine).config.model.vocab_size == rows
 
 
+@pytest.mark.parametrize(("style", "meant"), [("wsd", "WSD"), ("Cosine", "cosine"), ("linaer", "linear")])
+def test_a_choice_is_meant_in_any_case_of_its_letters(command, style, meant):
+    with refused(ConfigError, rf"--lr-decay-style: got '{style}', .*, did you mean {meant}\?"):
+        command.parse("--lr-decay-style", style)
+
+
 def test_help_shows_positions_then_flags(command, capsys):
     topics = {}
     for topic in ("", "positions", "all", *SECTIONS):
@@ -146,6 +152,7 @@ def test_table_of_other_programs_leads_to_flags_that_exist():
     assert len(rows) > 400
     rows += [(row, "") for program in foreign_flags() for row in foreign_defaults(program)]
     for row, program in rows:
+        known = flags | {"--dry-run", "--help", "--distill-to"}
         starts = ("remove it: ", "not there: ", "not supported at this value: ")
         assert not set(row.ours.split()) - flags or row.ours == "-" and row.advice.startswith(starts), row
         value = row.value if program else row.advice
@@ -153,7 +160,7 @@ def test_table_of_other_programs_leads_to_flags_that_exist():
             parts = value.split(",") if len(row.ours.split()) > 1 and "," in value else [value]
             for flag, part in zip(row.ours.split(), parts * 2, strict=False):
                 coerce(FIELDS[flag.replace("--no-", "--")[2:].replace("-", "_")], part, row.theirs)
-        assert not set(re.findall("--[a-z][a-z0-9-]*", row.advice)) - flags - {"--dry-run", "--help"}, row
+        assert not set(re.findall("--[a-z][a-z0-9-]*", row.advice)) - known, row
         names = {f"--{plain_name(name)}" for name in row.theirs.split(", ")}
         assert not (row.advice.startswith("not there") and names & flags), row
         for part in row.theirs.replace("*", "x").split(", ") if program else ():

@@ -60,6 +60,11 @@ def test_a_pair_fits_into_one_sample(
             assert np.array_equal(ids, all_ids[: len(ids)] if rule == "cut-end" else end)
 
 
+def test_dropped_pairs_are_not_to_be_split(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"raise --max-padding-length .* to \d+, or allow more"):
+        load(tmp_path, [plain(1, 2), plain(11, 10)], 23, long_samples="drop")
+
+
 def test_samples_hold_whole_pairs(tmp_path: Path) -> None:
     sizes = [(1, 2), (20, 3), (5, 6), (2, 9)]
     source = load(tmp_path, [plain(*each) for each in sizes], 40)

@@ -244,3 +244,10 @@ def test_stores_of_other_rows_and_vocabularies_are_refused(folder: Path, found: 
     assert "not sample" in rows and "not sample" in packing
     assert "other tokens or ids" in tokenizer and "is damaged" in damage
     assert "what has changed: the teacher's store" in resumed
+
+
+@pytest.mark.parametrize("flags", ["", "-- --config student.yaml"])
+def test_teacher_without_the_students_data_is_refused(flags: str, tmp_path: Path) -> None:
+    command = f"-m toolkits.evaluate {tmp_path} --distill-to {tmp_path}/store {flags}"
+    done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "got no --train-data-path after --" in done.stderr
