@@ -80,6 +80,8 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     yield policy != "static", ("optimizer_offload_fraction",), with_policy
     yield policy != "auto", ("optimizer_offload_auto_threshold",), with_policy
     yield policy is None, _OF_OFFLOAD, with_policy
+    nothing = policy == "static" and optimizer.optimizer_offload_fraction == 0
+    yield nothing, ("optimizer_offload_streamed",), f" with {where('optimizer_offload_fraction')} 0"
     without_folder = optimizer.offload_folder is None
     yield without_folder, ("optimizer_offload_host_share",), f" without {where('offload_folder')}"
     at_less = f" without {where('data_parallel_sharding')} parameters"
