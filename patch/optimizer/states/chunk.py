@@ -13,7 +13,7 @@ ColossalAI's Gemini.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -103,13 +103,6 @@ class ChunkRange(NamedTuple):
         return slice(self.offset, self.offset + self.end - self.begin)
 
 
-class Transfer(Protocol):
-    """Copies that have begun."""
-
-    def result(self) -> None:
-        """Block until the copies have ended."""
-
-
 class StateChunk:
     """The states of up to `size` elements, one `Chunk` for each state; without buffers until `allocate`."""
 
@@ -127,8 +120,8 @@ class StateChunk:
         self.is_streamed = False
         """Whether the device updates the states while they are in host memory (streamed_update.py)."""
         self.states: dict[str, Chunk] = {}
-        self.transfer: Transfer | None = None
-        """The last copies of the states, if nothing has waited for them."""
+        self.wait_for_copies: Callable[[], object] | None = None
+        """Blocks until the last copies of the states have ended; None if there are none."""
 
     @property
     def numel(self) -> int:
@@ -194,16 +187,16 @@ class StateChunk:
         elif is_host:
             copier.copy_to_host(copies)
         else:
-            self.transfer = copier.copy_to_device(copies)
+            self.wait_for_copies = copier.copy_to_device(copies).result
         for chunk in self.states.values():
             chunk.memory.free(chunk.data)
         self.states, self.is_on_host = twins, is_host
 
     def wait_for_transfer(self) -> None:
         """Wait until the last move is complete; call it before the states are used."""
-        if self.transfer is not None:
-            self.transfer.result()
-            self.transfer = None
+        if self.wait_for_copies is not None:
+            self.wait_for_copies()
+            self.wait_for_copies = None
 
 
 class ChunkManager:

@@ -29,17 +29,6 @@ class _Buffer:
         self.copied_back: Event | None = None
 
 
-class _CopiesBack:
-    """The copies of a chunk's new states to the host, as `StateChunk.wait_for_transfer` waits for them."""
-
-    def __init__(self, end: Event) -> None:
-        self._end = end
-
-    def result(self) -> None:
-        """Block until the copies have ended."""
-        self._end.synchronize()
-
-
 class StreamedUpdates:
     """The streamed updates of a rank; see HostUpdates for the arguments and for methods of the same names.
 
@@ -122,7 +111,7 @@ class StreamedUpdates:
         self._updated[chunk] = updated = self._device.run_aside(update, [final, arrived])
         back = [(on_device, on_host) for on_host, on_device in there]
         self._last = buffer.copied_back = self._device.copy_to_host(back, updated)
-        chunk.transfer = _CopiesBack(self._last)
+        chunk.wait_for_copies = self._last.synchronize
 
     def wait_for_update(self, chunk: StateChunk, *, block: bool) -> bool:
         """Make the current stream wait for a chunk's new parameters, if it is being updated; return True."""
