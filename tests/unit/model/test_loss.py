@@ -66,7 +66,7 @@ class Problem:
         self.learned.mask[0, 3] = 0
 
     def teacher(self, count: int, temperature: float, vocab_size: int) -> TeacherTokens:
-        """Of random logits."""
+        """Return a teacher with random logits."""
         logits = (torch.randn(LENGTH, ROWS, vocab_size) * 3).transpose(0, 1)
         logs = F.log_softmax(logits / temperature, dim=2)
         top, ids = logs.topk(count, dim=2)

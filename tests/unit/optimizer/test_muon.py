@@ -30,7 +30,7 @@ from patch.plan.memory import bytes_per_rank
 from patch.training.step import train_step
 
 NUM_STEPS, BOUND = 3, 1e-2
-"""Of the length of all steps: torch's own lerp is fused, and bf16 rounds what follows."""
+"""Bound as a share of the length of all steps: torch's own lerp is fused, and bf16 rounds what follows."""
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "original": ({"muon_scale_mode": "shape_scaling"}, {"nesterov": False}),
     "Nesterov": ({"muon_scale_mode": "shape_scaling", "muon_use_nesterov": True}, {"nesterov": True}),

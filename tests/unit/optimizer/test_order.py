@@ -247,7 +247,7 @@ def gathers_that_wait_for_compute() -> int:
 
 
 def copies_under_way_when_buffers_are_freed() -> list[bool]:
-    """Of each buffer of streamed states: whether its last copy to the host has not ended."""
+    """Whether the last copy to the host is still in flight, for each buffer of streamed states."""
     fake = FakeDevice(LATE)
     with fake.executing():
         model, (step, *_) = OddModel(), make_steps(1, 1, 1)

@@ -312,13 +312,13 @@ def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, An
 
 
 def numbers(records: list[Record]) -> list[dict[str, float]]:
-    """What the objective reports."""
+    """Report of the objective."""
     names = ("loss", "rewards", "logps", "nll", "kl", "desirable", "valid")
     return [{key: each for key, each in record.items() if key.startswith(names)} for record in records]
 
 
 def others_resumed(rank: int, world_size: int, folder: Path) -> dict[str, list[list[dict[str, float]]]]:
-    """Of three steps, of the last two again, and of three packed ones."""
+    """Records of three steps, of the last two again, and of three packed steps."""
     found = {}
     for kind in (name for name in ROW_KINDS if name != "dpo"):
         form = "labelled" if kind == "kto" else "messages"
