@@ -22,7 +22,8 @@ from patch.plan.timing.step_time import step_time
 GUIDES = Path(__file__).parents[3] / "docs"
 PAGES = {GUIDES / "ready_lines.md": 60, GUIDES / "parallelism.md": 8}
 """With a number of figures of which each has more."""
-FIGURES = re.compile(r"[\d.]+ GiB, [\d.]+ s, MFU [\d.]+ %")
+FIGURES = re.compile(r"(?:[\d.]+ GiB, )?[\d.]+ s, MFU [\d.]+ %")
+"""A table leaves out memory that is equal to that of the line."""
 LABEL = re.compile(r"# (.*?)[:：]")
 ALONE = re.compile(r"(\w+), (\d+) tokens, (\d+) GPUs?")
 """A row's label that no line has: flags are all of the run."""
@@ -85,16 +86,18 @@ def with_plan(text: str) -> tuple[str, int]:
                 found = line_of(command, block)
                 label = LABEL.match(lines[at])
                 assert label is not None and FIGURES.search(lines[at]), command
-                named[label[1]], command = found, ""
-                lines[at] = FIGURES.sub(found(block["machine"]), lines[at])
+                planned, command = found(block["machine"]), ""
+                named[label[1]] = found, planned[: planned.index("GiB,") + 4]
+                lines[at] = FIGURES.sub(planned, lines[at])
         elif re.match(r"\| .* \| [AH]\d00 ", line):
             columns = [cell.split()[0].lower() for cell in line.strip("| ").split("|")[1:]]
         elif line.startswith("|") and FIGURES.search(line):
             label, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
-            found = named.get(label) or run_of(label)
+            found, memory = named.get(label) or (run_of(label), "no memory")
             for column, cell in enumerate(cells):
                 more = re.match("`(.*)`", cell)
-                cells[column] = FIGURES.sub(found(columns[column], more[1] if more else ""), cell)
+                planned = found(columns[column], more[1] if more else "").removeprefix(f"{memory} ")
+                cells[column] = FIGURES.sub(planned, cell)
             lines[index] = f"| {label} | {' | '.join(cells)} |"
     return "\n".join(lines), sum(len(FIGURES.findall(line)) for line in lines)
 
