@@ -256,7 +256,7 @@ class LayerSpecBuilder:
                 return ModuleSpec(module=AlignedAlibi)
             return ModuleSpec(module=EagerAttention if self.model.precision_align == "eager" else AlignedSdpa)
         attention = ContextParallelAttention if is_context_parallel else self._attention
-        params: dict[str, Any] = {"kernels": self.backends.sdpa}
+        params: dict[str, Any] = {"kernels": self.backends.attention}
         if is_context_parallel:
             params["is_fused"] = self.backends.is_fused
         if self.traits.has_rope:
