@@ -135,7 +135,9 @@ def _cuda_error() -> str | None:
 GPU_LIBRARIES = {
     "triton": ("triton",),
     "transformer_engine": ("transformer_engine", "transformer_engine_torch"),
+    "flash_attn": ("flash_attn_2_cuda",),
     "flash_attn_3": ("flash_attn_interface",),
+    "flash_attn_4": ("flash-attn-4",),
 }
 """Kernel libraries that are used if installed, and their modules or distributions."""
 

@@ -17,15 +17,17 @@ from patch.memory.offload_device import allocate_pinned
 _logger = get_logger(__name__)
 
 _ALIGNMENT = 64
+_BLOCK = 2**30
+"""Bytes that are pinned at once: the driver calls of the training thread wait meanwhile."""
 
 
 class HostCopies:
-    """A buffer that is reused by all saves, because the first write to new memory is slow.
-    It is pinned if states are on a GPU, so that copies run at the full rate of the bus.
+    """Buffers that are reused by all saves, because the first write to new memory is slow.
+    They are pinned if states are on a GPU, so that copies run at the full rate of the bus.
     """
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[torch.Tensor] = []
 
     def prepare(self, values: list[Value]) -> Callable[[], list[Value]]:
         """Return a function that copies the values in any thread, after the work now queued on their GPU.
@@ -44,15 +46,20 @@ class HostCopies:
         return partial(self._copy, values, device)
 
     def _copy(self, values: list[Value], device: torch.device) -> list[Value]:
-        end, streams, stream = 0, streams_of(device), stream_of(device, "checkpoint")
+        streams, stream = streams_of(device), stream_of(device, "checkpoint")
+        number, begin, rest = 0, 0, sum(map(_room, values))
         with streams.stream(stream):
-            self._reserve(sum(map(_room, values)), is_pinned=device.type == "cuda")
             for index, value in enumerate(values):
                 if isinstance(value, io.BytesIO) or is_on_disk(value):
                     continue
-                begin, end = end, end + _room(value)
-                copy = self._buffer[begin : begin + value.nbytes].view(value.dtype).view(value.shape)
-                values[index] = copy.copy_(value.detach(), non_blocking=True)
+                if begin and begin + value.nbytes > self._blocks[number].numel():
+                    number, begin = number + 1, 0
+                if not begin:
+                    size = max(value.nbytes, min(rest, _BLOCK))
+                    self._reserve(number, size, is_pinned=device.type == "cuda")
+                memory = self._blocks[number][begin : begin + value.nbytes].view(value.dtype)
+                values[index] = memory.view(value.shape).copy_(value.detach(), non_blocking=True)
+                begin, rest = begin + _room(value), rest - _room(value)
                 if value.is_cuda:
                     value.record_stream(stream)  # keeps its memory until the copy is done
             copied = streams.Event()
@@ -60,18 +67,19 @@ class HostCopies:
         copied.synchronize()
         return values
 
-    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
-        if self._buffer.numel() >= num_bytes:
+    def _reserve(self, number: int, num_bytes: int, *, is_pinned: bool) -> None:
+        """Allocate a block and drop the later ones, if it does not have this many bytes."""
+        if number < len(self._blocks) and self._blocks[number].numel() >= num_bytes:
             return
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer first
+        del self._blocks[number:]  # frees the old blocks first
         if is_pinned:
             try:
-                self._buffer = allocate_pinned(num_bytes, torch.uint8)
+                self._blocks.append(allocate_pinned(num_bytes, torch.uint8))
                 return
             except MemoryError as error:
                 said = "host copies for checkpoints use unpinned memory and are slower: %s"
                 _logger.warning(said, error)
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self._blocks.append(torch.empty(num_bytes, dtype=torch.uint8))
 
 
 def _room(value: Value) -> int:

@@ -230,8 +230,7 @@ class TrainingConfig:
         False,
     )
     fp8_param_gather: bool = flag(
-        "fp8: all-gather the layers' weights in fp8, half the bytes (our own layers, tensorwise)",
-        False,
+        "fp8: all-gather the layers' weights in fp8, half the bytes (our own layers, tensorwise)", False
     )
     recompute_granularity: RecomputeChoice | None = flag(
         "activations to recompute in backward: none, selective (norms and MLP activations), full (layers) or "
@@ -245,6 +244,9 @@ class TrainingConfig:
         "full recompute: layers of a block (uniform), or of each stage that are recomputed (block)",
         1,
         at_least=1,
+    )
+    mlp_chunks_for_training: int = flag(
+        "long sequences: chunks of tokens in which MLPs compute; backward recomputes each", 1, at_least=1
     )
     cpu_offloading: bool = flag(
         "the activations of the first layers of each stage are in host memory until backward", False

@@ -8,12 +8,14 @@ choice; `auto` takes the fastest kernel that is installed and allowed. Facts beh
     Ampere, Ada      FlashAttention-2 is at least as fast as cuDNN (huggingface/transformers#48163)
     determinism      cuDNN is never deterministic, and torch knows it; FlashAttention-2 and -3 can be
     FlashAttention-3 Hopper only; replaces FlashAttention-2 in torch's SDPA, varlen_attn and ring attention
+    FlashAttention-4 the same on server Blackwell; never run
+    flash-attn 2     the package replaces FlashAttention-2, but not in the ring, which calls torch's
+                     operations; never run on a GPU
     ring attention   uses cuDNN if it is first in the order, but not for packed rows and windows: cuDNN builds
                      a plan for each shape, and these have many shapes
 
-Not used even if installed: flash-attn 2, because torch includes its kernels; and liger-kernel. Its SwiGLU
-takes gate and up, and its RoPE q and k, as separate tensors, not as slices of the merged projections. Its
-loss needs the whole vocabulary on a rank.
+Not used even if installed: liger-kernel. Its SwiGLU takes gate and up, and its RoPE q and k, as separate
+tensors, not as slices of the merged projections. Its loss needs the whole vocabulary on a rank.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from patch.config.choices import PRECISIONS, Precision
 from patch.config.fields import with_values
@@ -67,11 +69,23 @@ def _fp8_obstacle(config: RunConfig) -> str:
     return ""
 
 
-SdpaKernel = Literal["flash", "cudnn", "efficient", "math"]
+AttentionKernel = Literal["flash_attn", "flash", "cudnn", "efficient", "math"]
+"""The package flash-attn 2, and torch's SDPA kernels."""
+FlashVersion = Literal["FA2", "FA3", "FA4"]
+"""FlashAttention of torch's operations; FA3 and FA4 are packages that replace torch's own FA2."""
 
 _HOPPER = 9
+_FLASH_PACKAGES: dict[FlashVersion, tuple[str, int]] = {
+    "FA3": ("flash_attn_3", _HOPPER),
+    "FA4": ("flash_attn_4", 10),
+}
+"""Package (name in MachineFacts) and major compute capability of the GPUs where it is used."""
 _CUDNN_FIRST = (9, 10)
 """Major compute capabilities where cuDNN is torch's fastest attention: Hopper and server Blackwell."""
+
+
+_PACKAGE = "the package flash-attn 2"
+_FLASH_NAMES = {version: f"FlashAttention-{version[-1]}" for version in get_args(FlashVersion)}
 
 
 class KernelChoice(NamedTuple):
@@ -91,10 +105,9 @@ class Backends:
     """Kernels of a model's operations on one device."""
 
     transformer_impl: TransformerImpl
-    sdpa: tuple[SdpaKernel, ...]
-    """SDPA kernels in order of preference on CUDA; empty on a CPU, which has a single kernel."""
-    has_flash_attention_3: bool
-    """Whether flash-attn 3 replaces torch's FlashAttention-2."""
+    attention: tuple[AttentionKernel, ...]
+    """Kernels in order of preference on CUDA; empty on a CPU, which has a single kernel."""
+    flash: FlashVersion
     is_fused: bool
     """Whether RoPE, activations and loss use the kernels of `patch/model/kernels`, not torch operations."""
     is_grouped: bool
@@ -108,7 +121,7 @@ class Backends:
 
 
 def choose_backends(
-    config: RunConfig, machine: MachineFacts, *, faulty: Collection[SdpaKernel] = ()
+    config: RunConfig, machine: MachineFacts, *, faulty: Collection[AttentionKernel] = ()
 ) -> Backends:
     """Choose the kernels for a model that the rules have accepted.
 
@@ -120,11 +133,10 @@ def choose_backends(
     is_cuda = bool(machine.cuda_devices)
     is_aligned = model.precision_align is not None
     impl: TransformerImpl = model.transformer_impl or "local"
-    has_fa3 = takes_flash_attention_3(model, machine)
-    sdpa = tuple(kernel for kernel in sdpa_order(config, machine) if kernel not in faulty)
+    order = tuple(kernel for kernel in attention_order(config, machine) if kernel not in faulty)
     is_fused = is_cuda and not is_aligned and "triton" in machine.libraries
     is_grouped = not is_aligned and _groups_products(config, machine)
-    backends = Backends(impl, sdpa, has_fa3, is_fused, is_grouped, ())
+    backends = Backends(impl, order, flash_version(model, machine), is_fused, is_grouped, ())
     choices = _kernel_table(backends, config, machine)
     return dataclasses.replace(backends, choices=tuple(choices))
 
@@ -154,15 +166,23 @@ def no_transformer_engine(config: RunConfig, machine: MachineFacts) -> str:
     return why_not_transformer_engine(config)
 
 
-def takes_flash_attention_3(model: ModelConfig, machine: MachineFacts) -> bool:
-    """Return whether flash-attn 3 is installed for this GPU, and allowed."""
-    return (
-        "flash_attn_3" in machine.libraries
-        and bool(machine.cuda_devices)
-        and model.precision_align is None
-        and machine.compute_capability[0] == _HOPPER
-        and model.attention_backend in ("auto", "flash", "fused")
-    )
+def flash_version(model: ModelConfig, machine: MachineFacts) -> FlashVersion:
+    """Return FA3 or FA4 if its package is installed for this GPU and allowed, else FA2."""
+    if _may_replace_flash(model, machine):
+        for version, (package, major) in _FLASH_PACKAGES.items():
+            if package in machine.libraries and machine.compute_capability[0] == major:
+                return version
+    return "FA2"
+
+
+def flash_package(version: FlashVersion) -> str:
+    """Return the package (name in MachineFacts) of FA3 or FA4."""
+    return _FLASH_PACKAGES[version][0]
+
+
+def _may_replace_flash(model: ModelConfig, machine: MachineFacts) -> bool:
+    is_asked = model.attention_backend in ("auto", "flash", "fused")
+    return bool(machine.cuda_devices) and model.precision_align is None and is_asked
 
 
 def _groups_products(config: RunConfig, machine: MachineFacts) -> bool:
@@ -173,23 +193,26 @@ def _groups_products(config: RunConfig, machine: MachineFacts) -> bool:
     return is_hopper and PRECISIONS[config.training.precision].kept_as == "bf16"
 
 
-def sdpa_order(config: RunConfig, machine: MachineFacts) -> tuple[SdpaKernel, ...]:
-    """Return the allowed SDPA kernels, the fastest first; none on a CPU.
+def attention_order(config: RunConfig, machine: MachineFacts) -> tuple[AttentionKernel, ...]:
+    """Return the allowed attention kernels, the fastest first; none on a CPU.
 
     The last two support fp32 and odd head sizes, not grouped heads; math stores all scores.
     """
-    wish = config.model.attention_backend
+    model = config.model
     if not machine.cuda_devices:
         return ()
-    if wish == "unfused":
+    if model.attention_backend == "unfused":
         return ("math",)
-    has_fa3 = takes_flash_attention_3(config.model, machine)
-    is_cudnn_fast = machine.compute_capability[0] in _CUDNN_FIRST and not has_fa3
+    flash: tuple[AttentionKernel, ...] = ("flash",)
+    is_version_2 = flash_version(model, machine) == "FA2"
+    if is_version_2 and "flash_attn" in machine.libraries and _may_replace_flash(model, machine):
+        flash = ("flash_attn", "flash")
+    is_cudnn_first = machine.compute_capability[0] in _CUDNN_FIRST and is_version_2
     if config.training.deterministic_mode:
-        return ("flash", "efficient", "math")
-    if wish == "fused" or is_cudnn_fast:
-        return ("cudnn", "flash", "efficient", "math")
-    return ("flash", "cudnn", "efficient", "math")
+        return (*flash, "efficient", "math")
+    if model.attention_backend == "fused" or is_cudnn_first:
+        return ("cudnn", *flash, "efficient", "math")
+    return (*flash, "cudnn", "efficient", "math")
 
 
 def _kernel_table(backends: Backends, config: RunConfig, machine: MachineFacts) -> Iterator[KernelChoice]:
@@ -201,7 +224,7 @@ def _kernel_table(backends: Backends, config: RunConfig, machine: MachineFacts) 
     is_cuda, is_engine = bool(machine.cuda_devices), backends.transformer_impl == "transformer_engine"
     yield _attention(backends, config, machine)
     if is_cuda:
-        yield _packed_rows(backends, model, precision)
+        yield _packed_rows(backends, config)
     traits = traits_of(model)
     norm = "rms_norm" if traits.normalization == "RMSNorm" else "layer_norm"
     yield KernelChoice("norm", "Transformer Engine" if is_engine else f"torch's {norm}")
@@ -225,7 +248,6 @@ def _kernel_table(backends: Backends, config: RunConfig, machine: MachineFacts) 
 
 def _attention(backends: Backends, config: RunConfig, machine: MachineFacts) -> KernelChoice:
     cp_size = config.parallel.context_parallel_size
-    flash = "FlashAttention-3" if backends.has_flash_attention_3 else "FlashAttention-2"
     reasons = []
     if not machine.cuda_devices:
         return KernelChoice("attention", "torch's SDPA")
@@ -237,25 +259,34 @@ def _attention(backends: Backends, config: RunConfig, machine: MachineFacts) -> 
         reasons.append("flash-attn 3 is not installed")
     if config.training.deterministic_mode:
         reasons.append("cuDNN is not deterministic")
-    names = {"flash": flash, "cudnn": "cuDNN", "efficient": "memory-efficient SDPA", "math": "all scores"}
-    order = backends.sdpa
-    if cp_size > 1 and config.parallel.cp_comm_type == "p2p":
+    names = {
+        "flash_attn": _PACKAGE, "flash": _FLASH_NAMES[backends.flash], "cudnn": "cuDNN",
+        "efficient": "memory-efficient SDPA", "math": "all scores",
+    }  # fmt: skip
+    order = backends.attention
+    if _is_ring(config):
+        order = tuple(kernel for kernel in order if kernel != "flash_attn")
         is_last = order[:1] != ("cudnn",)  # ring attention never falls back to cuDNN
         order = tuple(kernel for kernel in order if not (kernel == "cudnn" and is_last))
     if config.training.precision == "fp32":
-        order = tuple(kernel for kernel in order if kernel not in ("flash", "cudnn"))
+        order = tuple(kernel for kernel in order if kernel in ("efficient", "math"))
         reasons.append("the others take no fp32")
     return KernelChoice(
         "attention", ", else ".join(names[kernel] for kernel in order[:2]), ", ".join(reasons)
     )
 
 
-def _packed_rows(backends: Backends, model: ModelConfig, precision: Precision) -> KernelChoice:
+def _is_ring(config: RunConfig) -> bool:
+    return config.parallel.context_parallel_size > 1 and config.parallel.cp_comm_type == "p2p"
+
+
+def _packed_rows(backends: Backends, config: RunConfig) -> KernelChoice:
     operation = "packed rows and windows"
-    if model.attention_backend == "unfused" or precision == "fp32":
+    if config.model.attention_backend == "unfused" or config.training.precision == "fp32":
         return KernelChoice(operation, "sequence by sequence", "the one kernel takes fp16 and bf16")
-    flash = "FlashAttention-3" if backends.has_flash_attention_3 else "FlashAttention-2"
-    return KernelChoice(operation, f"torch's varlen_attn by {flash}")
+    if "flash_attn" in backends.attention and not _is_ring(config):
+        return KernelChoice(operation, _PACKAGE)
+    return KernelChoice(operation, f"torch's varlen_attn by {_FLASH_NAMES[backends.flash]}")
 
 
 def _products(is_engine: bool, precision: Precision, machine: MachineFacts) -> KernelChoice:

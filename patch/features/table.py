@@ -129,6 +129,7 @@ HOST_ACTIVATIONS = Feature("offload of activations", "cpu_offloading", "false", 
 AUTO_RECOMPUTE = Feature("AC=auto", "recompute_granularity", "none, selective or full", on="auto")
 FULL_RECOMPUTE = Feature("AC=full of all layers", "recompute_method", "block", on="uniform",
                          condition=lambda run: run.training.recompute_granularity == "full", proven="one gpu")
+MLP_CHUNKS = Feature("MLPs in chunks", "mlp_chunks_for_training", "1")
 DISTILLATION = Feature("distillation", "distill_from", "none")
 OWN_OBJECTIVE = Feature("an objective with its own loss", "objective", _TOKENS_LOSS, choice="or",
                         condition=lambda run: run.training.objective not in ("sft", "pretrain"),
@@ -176,6 +177,12 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(FULL_RECOMPUTE, HOST_ACTIVATIONS,
              "it recomputes all layers, so no layer is left for --cpu-offloading",
              "block, or --recompute-granularity selective or none"),
+    Conflict(MLP_CHUNKS, ALIGNMENT, "transformers computes all tokens at once"),
+    Conflict(MLP_CHUNKS, EXPERTS, "the tokens of experts are not in the order of the sequence"),
+    Conflict(MLP_CHUNKS, FP8, "each chunk would have fp8 scales of its own"),
+    Conflict(MLP_CHUNKS, HOST_ACTIVATIONS, "backward of a chunk reads its input on the GPU"),
+    Conflict(MLP_CHUNKS, AUTO_RECOMPUTE, "it chooses among layers without chunks",
+             "none, selective or full"),
     Conflict(FP8, ALIGNMENT, "transformers' order of operations has no fp8 matmuls"),
     Conflict(HOST_STATES, FP8_GATHER,
              "fp8 scales are computed after the GPU's update, and a host updates its weights later"),

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from patch.checks.layout import usable_sizes
 from patch.config import RunConfig
+from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.features.backends import can_overlap_tp_comm
+from patch.features.table import HOST_ACTIVATIONS, HOST_STATES, HOST_WEIGHTS
 from patch.launch.worker_process import CORES, DETERMINISTIC, LAUNCHER
 from patch.logger import get_logger
 from patch.preflight.cluster import Rendezvous
@@ -100,12 +102,16 @@ def worker_environment(
         **allocator_environment(environ),
     }
     in_pieces = config.parallel.tp_comm_overlap and can_overlap_tp_comm(config)
+    # In a single queue, matrix products would wait behind copies and gathers.
+    copies = any(feature.is_on(config) for feature in (HOST_STATES, HOST_WEIGHTS, HOST_ACTIVATIONS))
+    may_wait = copies or config.sharding in ("auto", ZeroStage.PARAMETERS)
     is_tensor_parallel = config.parallel.tensor_model_parallel_size > 1
-    if is_tensor_parallel and not in_pieces and machine.compute_capability < (10, 0):
-        # megatron-core's tensor-parallel layers rely on a single queue for the order of their kernels. At
-        # TP=1, a single queue would keep gradient reductions from overlapping with backward. With TP messages
-        # in pieces, a message that waits for the previous one would delay matrix products. Blackwell does
-        # not need this. Source: Megatron-LM's megatron/training/arguments.py, validate_args.
+    if is_tensor_parallel and not in_pieces and not may_wait and machine.compute_capability < (10, 0):
+        # A single queue starts a TP message before the matrix product that could hide it. Without it NCCL's
+        # high priority does the same (TORCH_NCCL_HIGH_PRIORITY). At TP=1 it would keep gradient reductions
+        # from overlapping with backward. With TP messages in pieces, a message that waits for the previous
+        # one would delay matrix products. Blackwell does not need it. Source: Megatron-LM's
+        # megatron/training/arguments.py, validate_args, which refuses it with FSDP.
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.training.deterministic_mode:
         defaults |= DETERMINISTIC

@@ -18,17 +18,21 @@ from patch.device import MachineFacts
 from patch.distributed.collectives import all_gather_object
 from patch.families import attended_channels
 from patch.features.backends import (
+    AttentionKernel,
     Backends,
-    SdpaKernel,
+    FlashVersion,
+    attention_order,
     choose_backends,
-    sdpa_order,
-    takes_flash_attention_3,
+    flash_package,
+    flash_version,
 )
 from patch.logger import get_logger
 from patch.model.attention.context_parallel import ContextParallelAttention
 from patch.model.attention.core_attention import CausalAttention
 
 _logger = get_logger(__name__)
+_FAILURES = (RuntimeError, ImportError, OSError, AttributeError, TypeError)
+"""Errors of a kernel that does not work; the last four are those of a package of another version."""
 _CPU = MachineFacts(cuda_devices=0, cpu_cores=1)
 
 
@@ -38,7 +42,7 @@ def backends_on(
     groups: ProcessGroupCollection,
     upstream: TransformerConfig,
 ) -> Backends:
-    """Return the kernels of a model on a device, and switch torch's FlashAttention to flash-attn 3 or back.
+    """Return the kernels of a model on a device, and switch torch's FlashAttention to its version.
 
     On a GPU this is a collective over the job: a kernel that fails on one rank is used on no rank.
     """
@@ -46,11 +50,13 @@ def backends_on(
     if not machine.cuda_devices:
         return choose_backends(config, machine)
     model, cp_size = config.model, groups.cp.size()
-    if _use_flash_attention_3(takes_flash_attention_3(model, machine)) is not None:
-        machine = dataclasses.replace(machine, libraries=machine.libraries - {"flash_attn_3"})
+    version = flash_version(model, machine)
+    if _activate_flash(version) is not None:
+        machine = dataclasses.replace(machine, libraries=machine.libraries - {flash_package(version)})
     is_engine = model.transformer_impl == "transformer_engine" and model.attention_backend != "local"
     is_ring = cp_size > 1 and config.parallel.cp_comm_type == "p2p"
-    tried = () if is_engine and cp_size == 1 else sdpa_order(config, machine)  # (): TE has its own kernels
+    has_own = is_engine and cp_size == 1
+    tried = () if has_own else attention_order(config, machine)
     own = failing_kernels(
         tried, upstream, model.seq_length, attended_channels(model), device, is_ring=is_ring
     )
@@ -64,14 +70,14 @@ def backends_on(
 
 
 def failing_kernels(
-    kernels: Sequence[SdpaKernel],
+    kernels: Sequence[AttentionKernel],
     config: TransformerConfig,
     length: int,
     head_size: int,
     device: torch.device,
     *,
     is_ring: bool = False,
-) -> dict[SdpaKernel, str]:
+) -> dict[AttentionKernel, str]:
     """Return the kernels that raise in forward and backward of one sequence, with their error messages.
 
     torch itself skips a kernel that it knows to be unsuitable, which is no fault. It does not skip a kernel
@@ -83,7 +89,7 @@ def failing_kernels(
         head_size: channels of a head in attention.
         is_ring: whether the CP ring calls the kernels; only cuDNN needs a trial then.
     """
-    found: dict[SdpaKernel, str] = {}
+    found: dict[AttentionKernel, str] = {}
     num_ranks = config.tensor_model_parallel_size * (1 if is_ring else config.context_parallel_size)
     kind: Callable[..., CausalAttention] = CausalAttention
     if is_ring:
@@ -111,29 +117,29 @@ def failing_kernels(
             torch.get_device_module(device).synchronize(device)
         except torch.OutOfMemoryError:
             pass  # the memory of the whole run is not known here
-        except RuntimeError as error:
+        except _FAILURES as error:
             if not is_skipped(error):
                 found[kernel] = (str(error).strip().splitlines() or ["no reason"])[0]
     return found
 
 
-def is_skipped(error: RuntimeError) -> bool:
+def is_skipped(error: Exception) -> bool:
     """Return whether the error says that SDPA skipped the kernel."""
     return str(error).startswith(("No available kernel", "No viable backend"))
 
 
-def _use_flash_attention_3(is_wanted: bool) -> Exception | None:
-    """Switch torch's FlashAttention (SDPA, varlen_attn, CP ring); return the error if flash-attn 3 fails."""
+def _activate_flash(version: FlashVersion) -> Exception | None:
+    """Switch torch's FlashAttention (SDPA, varlen_attn, CP ring) to a version; return the error, or None."""
     from torch.nn import attention  # the names are missing only in torch versions that do not get here
 
-    is_active = attention.current_flash_attention_impl() == "FA3"
-    if is_active and not is_wanted:
+    active = attention.current_flash_attention_impl() or "FA2"
+    if active != version and active != "FA2":
         attention.restore_flash_attention_impl()
-    if is_wanted and not is_active:
+    if active != version and version != "FA2":
         try:
-            attention.activate_flash_attention_impl("FA3")
-        except (ImportError, OSError, RuntimeError) as error:
-            said = "flash-attn 3 failed to load and is not used: %s; reinstall it for this torch version"
-            _logger.warning(said, error)
+            attention.activate_flash_attention_impl(version)
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            said = "%s failed to load and is not used: %s; reinstall it for this torch version"
+            _logger.warning(said, flash_package(version), error)
             return error
     return None

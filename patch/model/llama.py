@@ -353,7 +353,8 @@ def build_llama_model(
 def _te_attention_backend(backends: Backends, model: ModelConfig) -> AttnBackend:
     if backends.transformer_impl == "local" or model.attention_backend == "local":
         return AttnBackend.auto
-    if model.attention_backend == "flash" and not backends.has_flash_attention_3:
+    has_package = backends.flash != "FA2" or "flash_attn" in backends.attention
+    if model.attention_backend == "flash" and not has_package:
         return AttnBackend.auto
     return AttnBackend[model.attention_backend]
 

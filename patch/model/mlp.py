@@ -2,7 +2,8 @@
 
 megatron-core's unfused gated MLP keeps 5.3 values for each of the F channels: gate and up, silu(gate), up
 plus an offset of zero, and the product. This MLP with SwiGLU keeps three: gate and up, and the product, which
-the second layer needs. With AC=sel it keeps two.
+the second layer needs. With AC=sel it keeps two. In chunks of tokens (--mlp-chunks-for-training) it keeps
+only its input: backward recomputes a chunk and frees it before the next one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 
 from patch.families import Traits
 from patch.fp8 import note_amax
@@ -35,15 +37,25 @@ class RecomputableMLP(MLP):
         activate: [S, B, 2 F] (gated) or [S, B, F] to [S, B, F].
         is_recomputed: whether backward recomputes the activation (AC=sel). The output's memory is freed after
             the second layer has read it, and filled when the gradient of the second layer arrives.
+        num_chunks: chunks of the sequence, one after the other; megatron-core 0.19 has this in its own layer.
     """
 
-    def __init__(self, *arguments: Any, activate: Activation, is_recomputed: bool, **named: Any) -> None:
+    def __init__(
+        self, *arguments: Any, activate: Activation, is_recomputed: bool, num_chunks: int, **named: Any
+    ) -> None:
         super().__init__(*arguments, **named)
-        self._activate, self._is_recomputed = activate, is_recomputed
+        self._activate, self._is_recomputed, self._num_chunks = activate, is_recomputed, num_chunks
 
     def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return [S, B, H] and the second layer's bias, which megatron-core adds with the residual."""
-        return through_layers(self, hidden_states, self._activate, is_recomputed=self._is_recomputed)
+        if self._num_chunks == 1:
+            return through_layers(self, hidden_states, self._activate, is_recomputed=self._is_recomputed)
+        compute = partial(through_layers, self, activate=self._activate, is_recomputed=False)
+        chunks = hidden_states.chunk(self._num_chunks)
+        if torch.is_grad_enabled():
+            compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+        outputs, biases = zip(*map(compute, chunks), strict=True)
+        return torch.cat(outputs), biases[0]
 
 
 def through_layers(
@@ -80,11 +92,16 @@ class LayerPart:
 
 
 def mlp_spec(
-    submodules: MLPSubmodules, group: ProcessGroup, activate: Activation, *, is_recomputed: bool
+    submodules: MLPSubmodules,
+    group: ProcessGroup,
+    activate: Activation,
+    *,
+    is_recomputed: bool,
+    num_chunks: int = 1,
 ) -> LayerPart:
     """Return the specification of a layer's MLP; arguments as in RecomputableMLP."""
-    params = {"activate": activate, "is_recomputed": is_recomputed, "tp_group": group}
-    return LayerPart(RecomputableMLP, submodules, params)
+    params = {"activate": activate, "is_recomputed": is_recomputed, "num_chunks": num_chunks}
+    return LayerPart(RecomputableMLP, submodules, params | {"tp_group": group})
 
 
 def activation_called(name: str) -> Activation:

@@ -208,7 +208,10 @@ class LayerSpecBuilder:
         is_recomputed = self.upstream.recompute_granularity == "selective"
         fp8 = self._fp8_settings(number)
         activation = self._activation(notes_amax=fp8 is not None)
-        return mlp_spec(submodules, self.groups.tp, activation, is_recomputed=is_recomputed)
+        return mlp_spec(
+            submodules, self.groups.tp, activation, is_recomputed=is_recomputed,
+            num_chunks=self.config.training.mlp_chunks_for_training,
+        )  # fmt: skip
 
     def _experts(self, shared: MLPSubmodules) -> Any:
         # `shared`: the shared expert's layers. The dispatcher communicates for the other experts' layers.
@@ -256,7 +259,7 @@ class LayerSpecBuilder:
                 return ModuleSpec(module=AlignedAlibi)
             return ModuleSpec(module=EagerAttention if self.model.precision_align == "eager" else AlignedSdpa)
         attention = ContextParallelAttention if is_context_parallel else self._attention
-        params: dict[str, Any] = {"kernels": self.backends.sdpa}
+        params: dict[str, Any] = {"kernels": self.backends.attention}
         if is_context_parallel:
             params["is_fused"] = self.backends.is_fused
         if self.traits.has_rope:

@@ -28,7 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformer_engine.pytorch import RMSNorm
 
-from patch.features.backends import SdpaKernel
+from patch.features.backends import AttentionKernel
 from patch.model.attention.core_attention import CausalAttention
 from patch.model.attention.packed_sequences import PackedSequences
 from patch.model.attention.rotary_attention import RotaryAttention
@@ -41,7 +41,9 @@ class TEAttention(TEDotProductAttention):
     TE takes packed sequences as one long row (`thd`); our rows keep their shape, see packed_sequences.py.
     """
 
-    def __init__(self, *, config: TransformerConfig, kernels: Sequence[SdpaKernel], **arguments: Any) -> None:
+    def __init__(
+        self, *, config: TransformerConfig, kernels: Sequence[AttentionKernel], **arguments: Any
+    ) -> None:
         super().__init__(config=config, **arguments)
         self.of_packed_rows = CausalAttention(config=config, kernels=kernels, **arguments)
 

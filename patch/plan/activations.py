@@ -111,7 +111,10 @@ def _gradient_bytes(config: RunConfig, *, cuda: bool) -> int:
     model, size, tokens = config.model, element_bytes(config.training.precision), config.micro_batch_tokens
     tp_size = config.parallel.tensor_model_parallel_size
     # The gradients of gate and up; with SP the MLP's gathered input and the gradient of this input.
-    gradients = int(tokens * widths(model, "mlp", tp_size).out_features * size)
+    # In chunks, backward has them, and recomputes their forward, for one chunk.
+    mlp, num_chunks = widths(model, "mlp", tp_size), config.training.mlp_chunks_for_training
+    at_once = mlp.out_features + (sum(mlp) if num_chunks > 1 else 0)
+    gradients = tokens * at_once * size // num_chunks
     gradients += 2 * tokens * model.hidden_size * size if config.parallel.sequence_parallel else 0
     if model.num_experts:  # inputs and outputs of experts; recomputed activation, its gradient, the product
         # On a CPU only one expert at a time has them; single experts have already kept half.
@@ -279,7 +282,7 @@ def saved_bytes(config: RunConfig, *, cuda: bool) -> dict[str, float]:
     size, norm = element_bytes(config.training.precision), _norm_bytes(config, cuda=cuda)
     given, mlp = _own_hidden(config) * size, widths(model, "mlp", tp_size)
     of_experts = size * widths(model, "expert", tp_size).in_features  # computed again
-    inputs = 0.0
+    is_chunked, inputs = config.training.mlp_chunks_for_training > 1, 0.0
     if model.num_experts:
         inputs = size * dispatch_of(config).rows * model.hidden_size / config.micro_batch_tokens
     if are_experts_single(model, config.adapter):
@@ -293,8 +296,8 @@ def saved_bytes(config: RunConfig, *, cuda: bool) -> dict[str, float]:
         "mlp_norm": norm,
         "mlp_input": given,
         "expert_input": inputs,
-        "gate_up": size * mlp.out_features,
-        "product": size * mlp.in_features - of_experts,
+        "gate_up": 0.0 if is_chunked else size * mlp.out_features,
+        "product": 0.0 if is_chunked else size * mlp.in_features - of_experts,
     }
 
 
@@ -304,7 +307,8 @@ def _beside_adapters(
     """Drop the inputs of products whose frozen weights have no adapter."""
     taken = {_input_of(each.base) for each in adapters_of(config.model, config.adapter)}
     others = {"qkv_input", "mlp_input", "product"} - (set() if config.adapter.lora_dropout else taken)
-    others -= {"mlp_input"} if config.model.num_experts else set()  # a router keeps its input
+    if config.model.num_experts or config.training.mlp_chunks_for_training > 1:
+        others -= {"mlp_input"}  # a router keeps its input, as does an MLP that backward recomputes
     names = [*whole]
     before = names[: min(map(names.index, taken), default=0)] if is_first else ()
     dropped = dict.fromkeys([*others, *before], 0.0)

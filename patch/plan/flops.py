@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from patch.config import ModelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
+from patch.families import layer_matrices
 from patch.families.adapters import adapter_rows
 from patch.families.selection import trained_rows
 from patch.families.weights import TIED_OUTPUT, WeightRow
@@ -62,6 +63,9 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
         repeated = sum(map(sum, again)) / model.num_layers
     elif config.training.recompute_granularity == "selective" and model.precision_align is not None:
         repeated = attention
+    if config.training.mlp_chunks_for_training > 1:
+        matrices = (row for row in layer_matrices(model) if row.part == "mlp")
+        repeated += 2 * tokens * _elements_used(matrices)
     return StepFlops(needed, needed + repeated)
 
 

@@ -45,7 +45,7 @@ def test_what_is_imported_is_declared(house, declared):
     """
     distributions = packages_distributions()
     known = sys.stdlib_module_names | {"patch", "toolkits", "examples", "triton", "deepspeed", "datasets"}
-    known |= {"transformer_engine", "peft", "trl", "lm_eval"}
+    known |= {"transformer_engine", "flash_attn", "peft", "trl", "lm_eval"}
     missing = set()
     for source in house:
         for node in ast.walk(source.tree):

@@ -134,6 +134,26 @@ OTHERS: dict[str, dict[str, Any]] = {
     "8 bits, ring": RING | FP8,
 }
 """Not what `LAYOUTS` learn: each is compared with the one that is named by the words before its comma."""
+_OF_8 = {
+    "num_layers": 8, "num_attention_heads": 8, "num_query_groups": 8, "kv_channels": 8,
+    "global_batch_size": 16,
+}  # fmt: skip
+_8_EXPERTS = _OF_8 | EXPERTS | {"num_experts": 8}
+WIDE: dict[str, dict[str, Any]] = {
+    "wide": _OF_8,
+    "wide, tensor of 8, SP": _OF_8 | {"tp": 8, "sequence_parallel": True},
+    "wide, pipeline of 4, interleaved": _OF_8 | {"pp": 4, "stage": 1},
+    "wide, ring of 4": _OF_8 | RING | {"cp": 4},
+    "wide, in shards": _OF_8 | SHARDS,
+    "wide experts": _8_EXPERTS,
+    "wide experts, EP of 8": _8_EXPERTS | {"expert_model_parallel_size": 8},
+    "wide, tensor of 4, overlap": _OF_8 | {"tp": 4, "tp_comm_overlap": True},
+    "wide, pipeline of 4": _OF_8 | {"pp": 4},
+    "wide, all-to-all of 4": _OF_8 | ALL_TO_ALL | {"cp": 4},
+}
+"""As OTHERS, for 8 ranks: groups of more than two, where a rank's two neighbours are not the same."""
+if NUM_RANKS >= 8:
+    OTHERS |= WIDE
 RESUMED: dict[str, dict[str, Any]] = {
     "tensor": {"tp": 2},
     "pipeline": {"pp": 2, "stage": 1},
@@ -232,20 +252,26 @@ def run_short(context: DeviceContext, is_short: bool) -> list:
 
 
 def all_layouts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
-    """Everything that pairs of ranks can do, what tells most first."""
+    """Everything that pairs of ranks can do, or 8 ranks, what tells most first."""
     sharded = {"data_parallel_sharding": "gradients"}
-    parts: dict[str, Callable[[], Any]] = {
+    parts = wide_layouts(context, num_ranks, folder) if num_ranks % 8 == 0 else {}
+    parts |= {
         "40 steps": partial(train, context, 40, **sharded),
         "40 steps, half on the host": partial(train, context, 40, **sharded, **STATIC),
         "other contexts": partial(other_contexts, context, folder, **sharded, **STATIC),
     }
     for name, changes in (LAYOUTS | OTHERS).items():
-        parts[name] = partial(train, context, **changes)
+        parts.setdefault(name, partial(train, context, **changes))
     parts["resumed"] = partial(carry_on, context, folder)
     if context.is_cuda:
         parts["enough memory"] = partial(run_short, context, False)
         parts["short"] = partial(run_short, context, True)
     return parts | {"the job": partial(the_job, context)}
+
+
+def wide_layouts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    """What 8 ranks can do and two cannot."""
+    return {name: partial(train, context, **changes) for name, changes in WIDE.items()}
 
 
 def the_job(context: DeviceContext) -> list:

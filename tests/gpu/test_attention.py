@@ -73,8 +73,8 @@ def test_every_backend_attends_as_all_scores_do(
             upstream = transformer_config(run, groups, cuda=True)
             backends = backends_on(job.device, run, groups, upstream)
             is_active = torch_attention.current_flash_attention_impl() == "FA3"
-            assert is_active == backends.has_flash_attention_3
-            context = causal(size, window, kernels=backends.sdpa)(*inputs, None)
+            assert is_active == (backends.flash == "FA3")
+            context = causal(size, window, kernels=backends.attention)(*inputs, None)
             found.append([context, *torch.autograd.grad((context * direction).sum(), inputs)])
     finally:
         torch.use_deterministic_algorithms(False)
@@ -85,7 +85,7 @@ def test_every_backend_attends_as_all_scores_do(
 
 def test_fp32_with_grouped_heads_has_no_scores_in_memory() -> None:
     run = small_run(precision="fp32")
-    attention = causal(64, kernels=choose_backends(run, MachineFacts.probe()).sdpa)
+    attention = causal(64, kernels=choose_backends(run, MachineFacts.probe()).attention)
     inputs = [tensor.detach() for tensor in heads(4096, 1, 64, dtype=torch.float32, counts=(8, 2))]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

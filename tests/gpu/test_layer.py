@@ -15,7 +15,7 @@ from training_runs import build_seeded_run
 
 from patch.device import DeviceContext, MachineFacts
 from patch.model.attention.core_attention import CausalAttention
-from patch.model.backends import _use_flash_attention_3, is_skipped
+from patch.model.backends import _activate_flash, is_skipped
 from patch.plan.fits import heaviest_rank
 from patch.training.setup import Run
 from patch.training.step import train_step
@@ -47,7 +47,7 @@ def build(context: DeviceContext, **changes: Any) -> Run:
 
 def take_only(run: Run, kernel: str) -> None:
     """Compute all attention by one kernel of torch; the test is skipped where it is not installed."""
-    missing = _use_flash_attention_3(kernel == "FlashAttention-3")
+    missing = _activate_flash("FA3" if kernel == "FlashAttention-3" else "FA2")
     if missing is not None:
         pytest.skip(f"{kernel}: {missing}")
     modules = [module for stage in run.stages for module in stage.modules()]

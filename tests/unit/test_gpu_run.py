@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu import run, test_layer
-from gpu.nccl_ranks import LAYOUTS, OTHERS, STEPS, all_layouts, run_ranks
+from gpu.nccl_ranks import LAYOUTS, OTHERS, STEPS, WIDE, all_layouts, run_ranks
 from gpu.test_nccl import PLACED
 from launches import await_end
 from training_runs import CPU as CPU_CONTEXT
@@ -167,6 +167,17 @@ def test_what_ranks_over_nccl_are_asked_runs_over_gloo(tmp_path: Path, monkeypat
     assert not found.failures and found.keys() >= LAYOUTS.keys() | OTHERS.keys()
     for name, base in PLACED.items():
         assert found[name] == found[base], name
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_what_8_ranks_are_asked_runs_over_gloo(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = run_ranks(8, tmp_path, "gpu.nccl_ranks:wide_layouts", 800.0, part_s=300.0)
+    for name in WIDE:
+        expected = found[name.split(",")[0]][:STEPS]
+        assert len(set(expected)) == STEPS
+        assert found[name][:STEPS] == pytest.approx(expected, rel=1e-4), name
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from patch.device import DeviceContext, MachineFacts
-from patch.features.backends import SdpaKernel, choose_backends
+from patch.features.backends import AttentionKernel, choose_backends
 from patch.model.attention.core_attention import CausalAttention
 from patch.plan.flops import attended_pairs, peak_flops
 from toolkits.benchmarks._contenders import SHAPE_8B, run_config
@@ -71,9 +71,8 @@ def run(arguments: argparse.Namespace) -> Report:
 def default_contender(machine: MachineFacts) -> str:
     """Return the attention contender that our layers use by default."""
     taken = choose_backends(run_config(8192, num_layers=1, **SHAPE_8B, precision="bf16"), machine)
-    if taken.sdpa[0] == "cudnn":
-        return "cuDNN"
-    return "FlashAttention-3" if taken.has_flash_attention_3 else "FlashAttention-2"
+    names = {"cudnn": "cuDNN", "flash_attn": "the package flash-attn 2"}
+    return names.get(taken.attention[0], f"FlashAttention-{taken.flash[-1]}")
 
 
 def num_flops(length: int, heads: Heads = Heads()) -> float:  # noqa: B008
@@ -112,7 +111,7 @@ def times_table(times: Times, lengths: Sequence[int], gpu: str) -> str:
     return table(("TFLOP/s, forward and backward", *lengths), rows)
 
 
-def by_torch(heads: Heads, *kernels: SdpaKernel) -> Attend:
+def by_torch(heads: Heads, *kernels: AttentionKernel) -> Attend:
     """Return the attention of our layers, restricted to these SDPA kernels of torch."""
     config: Any = SimpleNamespace(kv_channels=heads.size, window_size=None)
     attention = CausalAttention(
@@ -142,6 +141,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[Heads], Attend]]] = {
     "cuDNN": ("", lambda heads: by_torch(heads, "cudnn")),
     "FlashAttention-2": ("", lambda heads: by_torch(heads, "flash")),
     "FlashAttention-3": ("flash_attn_3", _by_flash_3),
+    "the package flash-attn 2": ("flash_attn", lambda heads: by_torch(heads, "flash_attn")),
     "Transformer Engine": ("transformer_engine", _by_engine),
 }
 """Contender -> library that it needs beside torch (name in MachineFacts), function that builds it."""

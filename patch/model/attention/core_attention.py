@@ -1,8 +1,8 @@
 """Causal attention with torch's scaled_dot_product_attention, which needs no S x S mask.
 
-On CUDA (fp16, bf16) torch's varlen_attn computes packed sequences and sliding windows. Elsewhere packed
-sequences are computed one after the other. A window of W tokens is then computed for W queries at a time, so
-that a mask is at most W x 2W.
+On CUDA (fp16, bf16) torch's varlen_attn, or the package flash-attn, computes packed sequences and sliding
+windows. Elsewhere packed sequences are computed one after the other. A window of W tokens is then computed
+for W queries at a time, so that a mask is at most W x 2W.
 
 This replaces megatron-core's DotProductAttention (megatron/core/transformer/dot_product_attention.py), which
 materializes the scores and needs Transformer Engine for anything faster. `patch.features.backends` orders the
@@ -23,11 +23,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from patch.features.backends import SdpaKernel
+from patch.features.backends import AttentionKernel
 from patch.model.attention.packed_sequences import PackedSequences
-from patch.model.attention.varlen import attend_varlen, takes_varlen
+from patch.model.attention.varlen import attend_by_package, attend_varlen, takes_package, takes_varlen
 
-_KERNELS: dict[SdpaKernel, SDPBackend] = {
+_KERNELS: dict[AttentionKernel, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -40,7 +40,7 @@ class CausalAttention(torch.nn.Module):
 
     Args:
         config: `kv_channels` sets the default scale 1/sqrt(D), `window_size` the window.
-        kernels: in order of preference (`Backends.sdpa`); () on a CPU.
+        kernels: in order of preference (`Backends.attention`); () on a CPU.
     """
 
     pads_values = True
@@ -55,7 +55,7 @@ class CausalAttention(torch.nn.Module):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        kernels: Sequence[SdpaKernel] = (),
+        kernels: Sequence[AttentionKernel] = (),
         softmax_scale: float | None = None,
         **unused: Any,
     ) -> None:
@@ -63,7 +63,8 @@ class CausalAttention(torch.nn.Module):
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         self.layer_number = layer_number
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        self.backends = [_KERNELS[kernel] for kernel in kernels]
+        self.backends = [_KERNELS[kernel] for kernel in kernels if kernel in _KERNELS]
+        self._has_package, self._is_package_first = "flash_attn" in kernels, kernels[:1] == ("flash_attn",)
         if self.backends == [SDPBackend.MATH]:
             self.may_use_varlen = False
         self.window = None if config.window_size is None else config.window_size[0] + 1
@@ -101,10 +102,15 @@ class CausalAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: Any
     ) -> torch.Tensor:
         """[S, B, N or G, D] in, [S, B, N * D] out."""
+        is_cut = self.window is not None and self.window < len(query)
+        if packed_seq_params is None and self._takes_package(query, is_first=not is_cut):
+            query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+            context = attend_by_package(query, key, value, None, scale=self.scale, window=self.window)
+            return context.transpose(0, 1).flatten(2)
         with sdpa_kernel(self.backends, set_priority=True) if self.backends else nullcontext():
             if packed_seq_params is not None:
                 return self._attend_packed(query, key, value, packed_seq_params)
-            if self.window is not None and self.window < len(query) and self._takes_varlen(query):
+            if is_cut and self._takes_varlen(query):
                 rows = PackedSequences.of_rows(query.shape[1], len(query), query.device)
                 return self._attend_packed(query, key, value, rows)
             context = self._attend_rows(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
@@ -115,11 +121,18 @@ class CausalAttention(torch.nn.Module):
     ) -> torch.Tensor:
         length, rows = query.shape[:2]
         query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
-        if self._takes_varlen(query):
+        if self._takes_package(query):
+            context = attend_by_package(query, key, value, packed, scale=self.scale, window=self.window)
+        elif self._takes_varlen(query):
             context = attend_varlen(query, key, value, packed, scale=self.scale, window=self.window)
         else:
             context = self._attend_each(query, key, value, packed)
         return context.reshape(rows, length, -1).transpose(0, 1).contiguous()
+
+    def _takes_package(self, query: torch.Tensor, *, is_first: bool = False) -> bool:
+        """Return whether flash-attn 2 attends; with `is_first`, only if no other kernel is preferred."""
+        is_used = self._is_package_first if is_first else self._has_package
+        return is_used and takes_package(query)
 
     def _takes_varlen(self, query: torch.Tensor) -> bool:
         return self.may_use_varlen and takes_varlen(query)

@@ -6,8 +6,9 @@ the matrices of a layer, and their gradients, lie at equal distances, the last e
 reverse order here, and one tensor is a view. Without such a layout (no optimizer, or padding between experts
 in a bucket) forward and backward each copy the matrices of the layer for a moment.
 
-Products round as single products do, except for weight gradients. These are rounded to bf16 and then added to
-the optimizer's float32; a single product is accumulated in float32 (weight_gradient.py).
+Products round as single products do. Weight gradients are rounded to bf16 and then added to the optimizer's
+float32, except where the host knows the rows of each of a few experts. There single products are accumulated
+in float32 (weight_gradient.py), which reads and writes fewer bytes.
 
 Shapes: T rows of all E experts, H hidden, F width of an expert (2 F: gate and up).
 """
@@ -22,8 +23,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
 from patch.model.mlp import Activation, is_fused_swiglu
-from patch.model.weight_gradient import as_one, weight_gradients
+from patch.model.weight_gradient import as_one, weight_gradient, weight_gradients
 
+MOST_SINGLE = 16
+"""Experts of a rank whose weight gradients may be single products."""
 SIZES = 8
 """Widths must be multiples of it, because bf16 rows must begin at multiples of 16 bytes."""
 
@@ -32,7 +35,8 @@ class GroupedExperts(torch.autograd.Function):
     """(activate(tokens @ first.T) * weight) @ second.T for each expert.
 
     `apply` takes tokens [T, H] sorted by expert and their weights [T]. `ends` [E], int32 on the device, is
-    the row after each expert's last row. `matrices` are all first matrices [2 F, H], then all second [H, F].
+    the row after each expert's last row. `sizes` are the rows of each expert on the host, if the weight
+    gradients are to be single products. `matrices` are all first matrices [2 F, H], then all second [H, F].
     """
 
     @staticmethod
@@ -41,6 +45,7 @@ class GroupedExperts(torch.autograd.Function):
         tokens: torch.Tensor,
         weights: torch.Tensor,
         ends: torch.Tensor,
+        sizes: list[int] | None,
         activate: Activation,
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
@@ -48,7 +53,7 @@ class GroupedExperts(torch.autograd.Function):
         first, second = _stacked(matrices)
         hidden = grouped_mm(tokens, first.mT, offs=ends)
         active = weighted_activation(hidden, weights, activate)
-        ctx.activate, ctx.matrices = activate, matrices
+        ctx.sizes, ctx.activate, ctx.matrices = sizes, activate, matrices
         ctx.save_for_backward(tokens, weights, ends, hidden, *matrices)
         return grouped_mm(active, second.mT, offs=ends)
 
@@ -64,14 +69,17 @@ class GroupedExperts(torch.autograd.Function):
         of_matrices: list[torch.Tensor | None] = []
         for of_output, input in ((of_hidden, tokens), (gradient, active)):
             half = slice(len(of_matrices), len(of_matrices) + len(ends))
-            if any(ctx.needs_input_grad[4:][half]):
+            if not any(ctx.needs_input_grad[5:][half]):
+                of_matrices += [None] * len(ends)
+            elif ctx.sizes is not None:
+                rows = of_output.split(ctx.sizes), input.split(ctx.sizes)
+                of_matrices += map(weight_gradient, ctx.matrices[half], *rows)
+            else:
                 # Hopper's kernel writes zeros for an expert without rows; Blackwell's leaves old memory
                 # (pytorch/pytorch#172439).
                 product = grouped_mm(of_output.t(), input, offs=ends)
                 of_matrices += weight_gradients(ctx.matrices[half], product)
-            else:
-                of_matrices += [None] * len(ends)
-        return grouped_mm(of_hidden, first, offs=ends), of_weights, None, None, *of_matrices
+        return grouped_mm(of_hidden, first, offs=ends), of_weights, None, None, None, *of_matrices
 
 
 def weighted_activation(hidden: torch.Tensor, weights: torch.Tensor, activate: Activation) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Experts: megatron-core's MoELayer with our products and activation, and a router that counts.
 
     router          scores and choices are megatron-core's, in float32; the divisor of its losses is ours
-    dispatcher      megatron-core's, which sends tokens to ranks and back; or LocalDispatcher
+    dispatcher      megatron-core's, which sends tokens to ranks and back; or one of ours, with fewer waits
     experts         megatron-core's SequentialMLP; all experts of a rank are one operation
     shared expert   megatron-core's, with the activation of our MLP
 
@@ -22,13 +22,22 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from patch.model.experts.grouped import SIZES, GroupedExperts, activation_backward, weighted_activation
+from patch.model.experts.grouped import (
+    MOST_SINGLE,
+    SIZES,
+    GroupedExperts,
+    activation_backward,
+    weighted_activation,
+)
 from patch.model.linear import PLAIN
 from patch.model.mlp import Activation, LayerPart, through_layers
 from patch.model.weight_gradient import weight_gradient
@@ -153,12 +162,17 @@ def routers_of(stages: Sequence[torch.nn.Module]) -> Iterator[Router]:
 
 
 class ExpertsLayer(MoELayer):
-    """megatron-core's layer; a rank with all experts uses LocalDispatcher if no token is dropped."""
+    """megatron-core's layer; our dispatchers route the tokens if none is dropped."""
 
     def __init__(self, *arguments: Any, pg_collection: ProcessGroupCollection, **named: Any) -> None:
         super().__init__(*arguments, pg_collection=pg_collection, **named)
-        if pg_collection.tp_ep.size() == 1 and self.config.moe_expert_capacity_factor is None:
-            self.token_dispatcher = LocalDispatcher(
+        if self.config.moe_expert_capacity_factor is not None:
+            return
+        is_local = pg_collection.tp_ep.size() == 1
+        self.experts.are_sizes_on_host = not is_local
+        if is_local or self.config.moe_token_dispatcher_type == "alltoall":
+            kind = LocalDispatcher if is_local else AllToAllDispatcher
+            self.token_dispatcher = kind(
                 self.num_local_experts, self.local_expert_indices, self.config, pg_collection
             )
 
@@ -178,21 +192,55 @@ class ExpertsLayer(MoELayer):
 class LocalDispatcher(MoEAllGatherTokenDispatcher):
     """Dispatcher of a rank that has all experts: no communication, and the host does not wait.
 
-    Each token has the same number of experts. megatron-core's dispatchers make the host wait for the total
-    number of rows (masked_select in moe_utils.py:369-372) and for the rows of each expert.
+    megatron-core's dispatchers make the host wait for the rows of each expert, and twice for their sum.
     """
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rows [T, H] sorted by expert, rows per expert [experts] and weights [T], on the device."""
-        num_tokens = len(hidden_states)
         self.hidden_shape_before_permute, self.local_map = hidden_states.shape, self.routing_map
-        chosen = self.routing_map.t().flatten()
-        places = chosen.nonzero_static(size=num_tokens * self.router_topk)[:, 0]
-        self.reversed_local_input_permutation_mapping = places % num_tokens
-        rows = hidden_states.index_select(0, self.reversed_local_input_permutation_mapping)
-        return rows, self.routing_map.sum(0), probs.t().flatten().index_select(0, places)
+        self.reversed_local_input_permutation_mapping, rows, weights = _sorted_by_expert(
+            hidden_states, self.routing_map, probs, self.router_topk
+        )
+        return rows, self.routing_map.sum(0), weights
+
+
+class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron-core's dispatcher; the host waits once for the rows of each expert, and not for their sum."""
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows [T, H] sorted by expert and their weights [T], for the all-to-all."""
+        assert self.shared_experts is None and not self.config.moe_router_padding_for_quantization
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        hidden_states = hidden_states.view(-1, self.hidden_shape[-1])
+        self.hidden_shape_before_permute = hidden_states.shape
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_permutation_1", self.preprocess(routing_map)
+        )
+        self.reversed_local_input_permutation_mapping, rows, weights = _sorted_by_expert(
+            hidden_states, routing_map, probs, self.config.moe_router_topk
+        )
+        return rows, weights
+
+
+def _sorted_by_expert(
+    tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, topk: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the token of each row, int64 [T * topk], the rows and their weights, sorted by expert.
+
+    Each token has `topk` experts, so the host does not wait for the number of rows, as masked_select
+    (moe_utils.py:369-372) makes it.
+
+    Args:
+        tokens: [T, H].
+        choices, weights: [T, experts].
+    """
+    places = choices.t().flatten().nonzero_static(size=len(tokens) * topk)[:, 0]
+    of_rows = places % len(tokens)
+    return of_rows, tokens.index_select(0, of_rows), weights.t().flatten().index_select(0, places)
 
 
 class LocalExperts(SequentialMLP):
@@ -205,7 +253,10 @@ class LocalExperts(SequentialMLP):
         super().__init__(*arguments, **named)
         self._activate = activate
         sizes = [size for weight in self.local_experts[0].parameters() for size in weight.shape]
-        self.is_grouped = is_grouped and not any(size % SIZES for size in sizes)
+        is_one = len(self.local_experts) == 1  # a plain product is faster, and its gradient is not rounded
+        self.is_grouped = is_grouped and not is_one and not any(size % SIZES for size in sizes)
+        self.are_sizes_on_host = False
+        """Whether the dispatcher has brought the rows per expert to the host."""
         for parameter in self.parameters():
             parameter.contiguous_with = id(self)  # type: ignore[attr-defined]  # see TrainableParams.specs
 
@@ -228,7 +279,9 @@ class LocalExperts(SequentialMLP):
         if self.is_grouped and len(tokens):
             on_device = tokens_per_expert.to(tokens.device, non_blocking=True)
             ends = on_device.cumsum(0, dtype=torch.int32)
-            return GroupedExperts.apply(tokens, weights, ends, self._activate, *matrices), None
+            is_known = self.are_sizes_on_host and len(experts) <= MOST_SINGLE
+            sizes = tokens_per_expert.tolist() if is_known else None
+            return GroupedExperts.apply(tokens, weights, ends, sizes, self._activate, *matrices), None
         return _Experts.apply(tokens, weights, tokens_per_expert.tolist(), self._activate, *matrices), None
 
     def _one_by_one(self, tokens: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:

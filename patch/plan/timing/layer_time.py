@@ -163,6 +163,10 @@ class _Products:
                 once = times * self._seconds(own, out, into)
                 self.forward, self.backward = self.forward + once, self.backward + 2 * once
         self.backward += sum(self.weights)
+        if config.training.mlp_chunks_for_training > 1:  # recomputed
+            self.backward += sum(
+                once for once, row in zip(self.each, rows, strict=True) if row.part == "mlp"
+            )
         if config.adapter.quantize_base:
             made = sum(t * n * k for t, _, n, k in sides) * (_UNPACKING + size) / machine.memory_rate
             self.forward, self.backward = self.forward + made, self.backward + made

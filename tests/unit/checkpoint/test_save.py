@@ -13,7 +13,7 @@ from fake_device import COPIES_FIRST, LATE, FakeDevice
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from patch import compat
-from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from patch.checkpoint import host_copies, latest_iteration, load_checkpoint, save_checkpoint
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import start_save
 from patch.errors import CheckpointError
@@ -89,6 +89,18 @@ def test_each_tensor_is_released_when_it_is_copied():
     assert [float(copy[0]) for copy in copies] == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_copies_lie_in_blocks_of_limited_size_that_the_next_save_uses_again(monkeypatch):
+    monkeypatch.setattr(host_copies, "_BLOCK", 100)
+    copies, sizes, places = HostCopies(), [8, 12, 1, 40, 3, 0, 7], []
+    for first in (0.0, 100.0):
+        values = [torch.full((size,), first + number) for number, size in enumerate(sizes)]
+        copied = copies.prepare([*values])()
+        assert all(map(torch.equal, copied, values))
+        assert list(map(len, copies._blocks)) == [100, 100, 160, 100]
+        places.append([block.data_ptr() for block in copies._blocks])
+    assert places[0] == places[1]
+
+
 class CopiesOn(HostCopies):
     """Of a fake device, to pinned memory."""
 
@@ -96,8 +108,8 @@ class CopiesOn(HostCopies):
         super().__init__()
         self._fake = fake
 
-    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
-        self._buffer = self._fake.pinned(num_bytes, torch.uint8)
+    def _reserve(self, number: int, num_bytes: int, *, is_pinned: bool) -> None:
+        self._blocks[number:] = [self._fake.pinned(num_bytes, torch.uint8)]
 
 
 @pytest.mark.parametrize("order", [LATE, COPIES_FIRST])

@@ -20,7 +20,7 @@ from launches import (
     start,
     write_script,
 )
-from small_runs import small_run
+from small_runs import HALF, ON_HOST, ZERO_3, small_run
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from patch.errors import ConfigError
@@ -66,6 +66,10 @@ ALLOCATOR, OLDER, QUEUES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUD
         ({"tp": 2, "capability": (9, 0), "tp_comm_overlap": True}, QUEUES, None),
         ({"tp": 2, "capability": (9, 0), "tp_comm_overlap": True, "precision": "fp8"}, QUEUES, "1"),
         ({"tp": 2, "capability": (10, 0)}, QUEUES, None),
+        ({"tp": 2, "capability": (9, 0), **ON_HOST}, QUEUES, None),
+        ({"tp": 2, "capability": (9, 0), **ZERO_3}, QUEUES, None),
+        ({"tp": 2, "capability": (9, 0), **HALF}, QUEUES, None),
+        ({"tp": 2, "capability": (9, 0), "cpu_offloading": True}, QUEUES, None),
     ],
 )
 def test_environment_has_what_the_run_needs_but_for_the_users_own_choices(

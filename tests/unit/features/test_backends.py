@@ -15,6 +15,10 @@ GPUS = MachineFacts(2, 2, compute_capability=(9, 0), libraries=frozenset({"trito
 AMPERE = dataclasses.replace(GPUS, compute_capability=(8, 0))
 FA3 = dataclasses.replace(GPUS, libraries=frozenset({"triton", "flash_attn_3"}))
 ALL = dataclasses.replace(GPUS, libraries=frozenset(GPU_LIBRARIES))
+AMPERE_2, HOPPER_2, BLACKWELL_4 = (
+    MachineFacts(2, 2, compute_capability=capability, libraries=frozenset({"triton", library}))
+    for capability, library in (((8, 0), "flash_attn"), ((9, 0), "flash_attn"), ((10, 0), "flash_attn_4"))
+)
 LAST = ("efficient", "math")
 
 
@@ -31,21 +35,26 @@ def backends(command: Any, machine: MachineFacts, *flags: str, **positions: str)
         (FA3, "fused local", ("cudnn", "flash", *LAST)),
         (AMPERE, "auto flash", ("flash", "cudnn", *LAST)),
         (AMPERE, "fused", ("cudnn", "flash", *LAST)),
+        (AMPERE_2, "auto flash", ("flash_attn", "flash", "cudnn", *LAST)),
+        (AMPERE_2, "local", ("flash", "cudnn", *LAST)),
+        (HOPPER_2, "auto flash fused", ("cudnn", "flash_attn", "flash", *LAST)),
+        (BLACKWELL_4, "auto", ("flash", "cudnn", *LAST)),
         (FA3, "unfused", ("math",)),
     ],
 )
 def test_order_of_attention_kernels(command, machine, wishes, order):
     """With --deterministic-mode never cuDNN."""
     for wish in wishes.split():
-        assert backends(command, machine, f"--attention-backend={wish}").sdpa == order
+        assert backends(command, machine, f"--attention-backend={wish}").attention == order
         found = backends(command, machine, f"--attention-backend={wish}", "--deterministic-mode")
-        assert found.sdpa == (order if wish == "unfused" else ("flash", *LAST))
+        without = tuple(kernel for kernel in order if kernel != "cudnn")
+        assert found.attention == without
 
 
 def test_a_kernel_that_does_not_work_is_not_in_the_order_nor_in_the_table(command):
     config = command.parse(PR="bf16").config
     found = choose_backends(config, GPUS, faulty=("cudnn",))
-    assert found.sdpa == ("flash", *LAST) and "cuDNN" not in found.line
+    assert found.attention == ("flash", *LAST) and "cuDNN" not in found.line
 
 
 def test_flash_attention_3_and_kernels_of_triton_are_taken_where_they_are(command):
@@ -63,7 +72,7 @@ def test_flash_attention_3_and_kernels_of_triton_are_taken_where_they_are(comman
         (GPUS, ["--precision-align=eager"], (False, False)),
     ):
         found = backends(command, machine, *flags)
-        assert (found.has_flash_attention_3, found.is_fused) == expected, flags
+        assert (found.flash == "FA3", found.is_fused) == expected, flags
 
 
 @pytest.mark.parametrize(
@@ -77,6 +86,13 @@ def test_flash_attention_3_and_kernels_of_triton_are_taken_where_they_are(comman
             ["attention FlashAttention-2, else memory-efficient SDPA;"],
         ),
         (FA3, [], ["attention FlashAttention-3, else cuDNN; packed rows and windows torch's varlen_attn"]),
+        (AMPERE_2, [], ["attention the package flash-attn 2, else FlashAttention-2; packed rows and"]),
+        (
+            AMPERE_2,
+            ["--context-parallel-size=2", "--cp-comm-type=p2p"],
+            ["attention FlashAttention-2, else"],
+        ),
+        (BLACKWELL_4, [], ["attention FlashAttention-4, else cuDNN;"]),
         (FA3, ["--deterministic-mode"], ["FlashAttention-3, else", "(cuDNN is not deterministic)"]),
         (GPUS, [], ["norm torch's rms_norm; RoPE one Triton kernel; SwiGLU one Triton kernel"]),
         (GPUS, [], ["products torch (Transformer Engine is not installed)", "optimizer Triton"]),
@@ -110,10 +126,10 @@ def test_transformer_engine_is_taken_where_it_is_installed(command):
 
 def test_libraries_are_found_without_importing_them(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("flash_attn_interface", "transformer_engine", "triton"):
+    for name in ("flash_attn_interface", "flash_attn_2_cuda", "transformer_engine", "triton"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
     found = installed_libraries()
-    assert {"flash_attn_3", "triton"} <= found
+    assert {"flash_attn", "flash_attn_3", "triton"} <= found
     (tmp_path / "transformer_engine_torch-2.dist-info").mkdir()
     (tmp_path / "transformer_engine_torch-2.dist-info" / "METADATA").write_text("Name: x\nVersion: 2\n")
     assert installed_libraries() == found | {"transformer_engine"}

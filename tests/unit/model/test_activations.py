@@ -1,12 +1,13 @@
 """Activations: recomputation (AC=sel, full, block) and offload change no bit, and save what the plan says."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from packed_runs import PACKED, talk_batches
-from small_runs import HALF, small_run
+from small_runs import HALF, ZERO_3, small_run
 from torch.utils.flop_counter import FlopCounterMode
 from training_runs import SeededReader, bits_of_steps, build_seeded_run, saved_for_backward
 
@@ -41,6 +42,7 @@ LATENTS = {
     "kv_lora_rank": 24, "q_lora_rank": 40, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12,
     "kv_channels": 24, "num_query_groups": 4, "use_rope_scaling": False,
 }  # fmt: skip
+IN_CHUNKS = {"mlp_chunks_for_training": 4}
 FAMILIES = {"add_qkv_bias": True, "qk_layernorm": True, "window_size": "7,0"}
 ONE_SAMPLE = {"precision": "bf16", "micro_batch_size": 1}
 CASES: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
@@ -78,6 +80,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "fp8, one sample": HEADS | {"precision": "fp8"},
     "bloom": BLOOM | {"max_padding_length": 64, "seq_length": 64},
     "bloom, bf16, one sample": BLOOM | HEADS,
+    "chunks": IN_CHUNKS | {"max_padding_length": 64, "seq_length": 64},
+    "chunks, bf16, one sample": IN_CHUNKS | HEADS,
     "latents": LATENTS | {"max_padding_length": 64, "seq_length": 64},
     "latents, bf16, one sample": LATENTS | HEADS | {"num_query_groups": 8},
 }
@@ -241,7 +245,7 @@ def test_copies_back_start_when_the_layer_behind_begins(alone: dict) -> None:
 
 
 # torch's counter does not know products of 8-bit factors
-@pytest.mark.parametrize("case", [case for case in LAYERS if "fp8" not in case])
+@pytest.mark.parametrize("case", [case for case in LAYERS if "fp8" not in case and "chunks" not in case])
 def test_selective_saves_much_and_does_no_product_again(alone: dict, case: str) -> None:
     """Recomputing fused attention, as upstream does by default, saved 0.1 % for an attention forward."""
     measured = alone["layers"][case]
@@ -283,3 +287,43 @@ def test_the_plan_says_what_stays_on_the_device(alone: dict, name: str) -> None:
     for number in (0, 4):
         planned = activation_peak(offloading(OFFLOADED[name], number), 0, cuda=False)
         assert planned.layers + planned.ends == pytest.approx(alone["peaks"][name][number][0], rel=0.1)
+
+
+CHUNKED: dict[str, dict[str, Any]] = {
+    "alone": {"max_padding_length": 30, "seq_length": 30},  # chunks of 8, 8, 8 and 6
+    "selective": SETTINGS["selective"] | {"precision": "bf16"},
+    "full, adapters": SETTINGS["full"] | {"lora_rank": 3, "lora_alpha": 6},
+    "packed": PACKED,
+    "sp": {"tp": 2, "sequence_parallel": True, "gradient_accumulation_fusion": True},
+    "ring": {"cp": 2, "cp_comm_type": "p2p", **ZERO_3},
+}
+"""Runs whose MLPs compute in chunks, beside the same without."""
+
+
+def compare_chunks(rank: int, world_size: int) -> dict[str, list[list[float]]]:
+    found = {}
+    for case, changes in CHUNKED.items():
+        if len({"tp", "cp"} & changes.keys()) + 1 == world_size:
+            pair = (run_of(changes | own) for own in (IN_CHUNKS, {"mlp_chunks_for_training": 1}))
+            found[case] = [[*losses_and_norms(config)] for config in pair]
+    return found
+
+
+def losses_and_norms(config: RunConfig) -> Iterator[float]:
+    run = build_seeded_run(config)
+    if config.data.packing:
+        run.data.train_reader = SeededReader(config, 0, Zigzag.of(run.groups.cp), talk_batches, 1)
+    for step in range(2):
+        found = train_step(run, step)
+        yield from (found.loss, found.grad_norm)
+    new_job()
+
+
+def test_an_mlp_in_chunks_learns_alike() -> None:
+    """Weight gradients are sums over chunks, so that the last bits differ."""
+    found = run_distributed(compare_chunks, 1)[0] | run_distributed(compare_chunks, 2)[0]
+    assert found.keys() == CHUNKED.keys()
+    for case, (chunked, whole) in found.items():
+        bound = 2e-2 if "precision" in CHUNKED[case] else 1e-5
+        assert chunked == pytest.approx(whole, rel=bound), case
+        assert chunked[0] == pytest.approx(whole[0], rel=1e-6), "a forward is the same"

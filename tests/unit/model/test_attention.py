@@ -1,7 +1,9 @@
 """Attention against transformers' eager attention: outputs and gradients."""
 
+import sys
+from functools import wraps
 from itertools import pairwise
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -116,3 +118,74 @@ def test_kernels_that_raise_at_a_runs_shape_are_found_before_it_begins(recwarn) 
     assert not recwarn.list
     with NoPlan():
         assert failing_kernels(kernels, config, 33, HEAD_SIZE, torch.device("cpu")) == {"flash": "no plan"}
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """flash-attn 2.8.3's function of [B, S, heads, D] over transformers' attention, forward only."""
+    assert causal and not dropout_p and not softcap and alibi_slopes is None and not return_attn_probs
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
+    left, right = window_size
+    assert right in (-1, 0)
+    rows_second = [tensor.transpose(0, 1).float() for tensor in (q, k, v)]
+    context = _eager(rows_second, None if left == -1 else left + 1, softmax_scale)
+    return context.transpose(0, 1).unflatten(2, (q.shape[2], -1)).to(q.dtype)
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+    causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+    return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    """flash-attn 2.8.3's function of [T, heads, D]."""
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and block_table is None
+    assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    sequences = (slice(*borders) for borders in pairwise(cu_seqlens_q.tolist()))
+    parts = [flash_attn_func(q[each][None], k[each][None], v[each][None], *rest)[0] for each in sequences]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_package_flash_attn_attends_as_torch_does(monkeypatch, window, is_packed) -> None:
+    """A stand-in has the signatures of the package's source; the package itself has never run here."""
+    calls = []
+    package = ModuleType("flash_attn")
+    for function in (flash_attn_func, flash_attn_varlen_func):
+
+        @wraps(function)
+        def counted(*arguments, _function=function, **named):
+            calls.append(_function.__name__)
+            return _function(*arguments, **named)
+
+        setattr(package, function.__name__, counted)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    torch.manual_seed(0)
+    inputs = [torch.randn(24, 2, heads, 16).bfloat16().requires_grad_() for heads in (6, 2, 2)]
+    packed = _packed(2, 24) if is_packed else None
+    found = []
+    for kernels in (("flash_attn", "flash"), ()):
+        attention = CausalAttention(
+            config=SimpleNamespace(kv_channels=16, window_size=window and (window - 1, 0)), layer_number=1,
+            attn_mask_type=AttnMaskType.causal, attention_type="self", kernels=kernels,
+        )  # fmt: skip
+        context = attention(*inputs, None, packed_seq_params=packed)
+        found.append([context, *torch.autograd.grad(context.float().square().sum(), inputs)])
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+    assert "flash_attn_varlen_func" in calls if is_packed else calls == ["flash_attn_func"]
+
+
+def test_a_package_flash_attn_that_fails_is_named(monkeypatch) -> None:
+    package = ModuleType("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    config = SimpleNamespace(
+        tensor_model_parallel_size=1, context_parallel_size=1, num_query_groups=2, num_attention_heads=8,
+        kv_channels=16, window_size=None, params_dtype=torch.bfloat16,
+    )  # fmt: skip
+    for name, reason in (("another", "no attribute"), ("flash_attn_func", "unexpected keyword argument")):
+        setattr(package, name, lambda q, k, v: q)
+        found = failing_kernels(("flash_attn", "math"), config, 33, 16, torch.device("cpu"))
+        assert found.keys() == {"flash_attn"} and reason in found["flash_attn"]

@@ -36,9 +36,9 @@ COPY_S = 0.1
 def slow_down_copies() -> None:
     reserve = host_copies.HostCopies._reserve
 
-    def slow(copies: host_copies.HostCopies, num_bytes: int, *, is_pinned: bool) -> None:
+    def slow(copies: host_copies.HostCopies, number: int, num_bytes: int, *, is_pinned: bool) -> None:
         time.sleep(COPY_S)
-        reserve(copies, num_bytes, is_pinned=is_pinned)
+        reserve(copies, number, num_bytes, is_pinned=is_pinned)
 
     host_copies.HostCopies._reserve = slow  # type: ignore[method-assign]
 
