@@ -15,11 +15,16 @@ from typing import NamedTuple
 from patch.config import ModelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
 from patch.families import layer_matrices
-from patch.families.adapters import adapter_rows
-from patch.families.selection import trained_rows
-from patch.families.weights import TIED_OUTPUT, WeightRow
+from patch.families.weights import TIED_OUTPUT
 from patch.layout.pipeline_stages import stage_activations
-from patch.plan.parameters import active_elements, by_layer, trained_share
+from patch.plan.parameters import (
+    active_elements,
+    by_layer,
+    elements_of,
+    layer_rows,
+    rows_that_train,
+    trained_share,
+)
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("B200", 2250.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.5), ("H200 NVL", 835.5), ("H200", 989.5),
@@ -51,11 +56,8 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     output = 2 * vocab_size * model.hidden_size * tokens
     of_head = trained_share(config, TIED_OUTPUT)
     needed = 2 * (layers + attention + output) + attention + of_head * output
-    if config.adapter.is_on:
-        needed += 3 * 2 * tokens * _elements_used(adapter_rows(model, config.adapter))
-    else:
-        trained = trained_rows(model, config.selection)
-        needed += 2 * tokens * _elements_used(row for row in trained if row.is_per_layer and row.is_matrix)
+    trained = elements_of(layer_rows(rows_that_train(config)), active=True)
+    needed += (3 if config.adapter.is_on else 1) * 2 * tokens * trained  # forwards count only the model
     repeated = 0.0
     if config.training.recompute_granularity == "full":
         of_layers = by_layer(config, lambda run: sum(forward_of_layers(run.model, tokens, pairs)))
@@ -64,13 +66,8 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     elif config.training.recompute_granularity == "selective" and model.precision_align is not None:
         repeated = attention
     if config.training.mlp_chunks_for_training > 1:
-        matrices = (row for row in layer_matrices(model) if row.part == "mlp")
-        repeated += 2 * tokens * _elements_used(matrices)
+        repeated += 2 * tokens * elements_of(row for row in layer_matrices(model) if row.part == "mlp")
     return StepFlops(needed, needed + repeated)
-
-
-def _elements_used(rows: Iterable[WeightRow]) -> float:
-    return sum(len(row.layers) * row.active * row.num_elements for row in rows)
 
 
 def forward_of_layers(model: ModelConfig, tokens: int, pairs: float) -> tuple[float, float]:

@@ -6,7 +6,7 @@ The counts come from the rows of the weight table (`patch/families`), in the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, islice, pairwise
@@ -27,10 +27,24 @@ def element_bytes(precision: Precision) -> int:
     return PRECISIONS[precision].weight_bytes
 
 
+def elements_of(rows: Iterable[WeightRow], *, active: bool = False) -> float:
+    """Return the elements of these rows in all layers; if `active`, only elements that one token uses."""
+    return sum(len(row.layers) * (row.active if active else 1) * row.num_elements for row in rows)
+
+
+def rows_that_train(config: RunConfig) -> tuple[WeightRow, ...]:
+    """Return the rows of the weights that a run trains; only adapters if it has any."""
+    return adapter_rows(config.model, config.adapter) or trained_rows(config.model, config.selection)
+
+
+def layer_rows(rows: Iterable[WeightRow]) -> Iterator[WeightRow]:
+    """Yield the matrices of layers."""
+    return (row for row in rows if row.is_per_layer and row.is_matrix)
+
+
 def active_elements(model: ModelConfig) -> float:
     """Return the elements of a layer's weight matrices that multiply a token; the mean over all layers."""
-    rows = [row for row in weight_rows(model) if row.is_per_layer and row.is_matrix]
-    elements = sum(len(row.layers) * row.active * row.num_elements for row in rows)
+    elements = elements_of(layer_rows(weight_rows(model)), active=True)
     mean, rest = divmod(elements, model.num_layers)
     return mean if rest == 0 else elements / model.num_layers
 
@@ -40,22 +54,16 @@ def total_parameters(model: ModelConfig, *, active: bool = False) -> float:
 
     If `active`, count only parameters that one token uses.
     """
-    return sum(
-        (row.active if active else 1) * row.num_elements * len(row.layers)
-        for row in weight_rows(model)
-        if row.part != "head" or model.untie_embeddings_and_output_weights
-    )
+    return elements_of(_without_copies(weight_rows(model), model), active=active)
 
 
 def trained_parameters(config: RunConfig) -> float:
     """Return the parameters of the whole model that a run trains; only its adapters if it has any."""
-    if not config.adapter.is_on:
-        return sum(
-            row.num_elements * len(row.layers)
-            for row in trained_rows(config.model, config.selection)
-            if row.part != "head" or config.model.untie_embeddings_and_output_weights
-        )
-    return sum(row.num_elements * len(row.layers) for row in adapter_rows(config.model, config.adapter))
+    return elements_of(_without_copies(rows_that_train(config), config.model))
+
+
+def _without_copies(rows: Iterable[WeightRow], model: ModelConfig) -> Iterator[WeightRow]:
+    return (row for row in rows if row.part != "head" or model.untie_embeddings_and_output_weights)
 
 
 def trained_share(config: RunConfig, name: str) -> float:
@@ -69,11 +77,9 @@ def trained_share(config: RunConfig, name: str) -> float:
     return trained / of_all
 
 
-def muon_parameters(config: RunConfig) -> int:
+def muon_parameters(config: RunConfig) -> float:
     """Return the parameters of the whole model in matrices that Muon trains: those of layers."""
-    rows = adapter_rows(config.model, config.adapter) or trained_rows(config.model, config.selection)
-    matrices = (row for row in rows if row.is_matrix and row.is_per_layer)
-    return sum(row.num_elements * len(row.layers) for row in matrices if config.optimizer.optimizer == "muon")
+    return elements_of(layer_rows(rows_that_train(config))) if config.optimizer.optimizer == "muon" else 0
 
 
 def fuses_gradients(config: RunConfig, *, cuda: bool) -> bool:
@@ -274,7 +280,8 @@ def elements_kept_per_rank(
 
 def matrices_per_rank(config: RunConfig) -> list[int]:
     """Return the elements on a rank of each weight matrix of a layer; of one expert."""
-    return [_part_elements(row, config.parallel, config.experts) for row in layer_matrices(config.model)]
+    rows = layer_matrices(config.model)
+    return [math.prod(_part_shape(row, config.parallel, config.experts)) for row in rows]
 
 
 def _elements(row: WeightRow, model: ModelConfig, parallel: ParallelConfig, experts: ExpertsConfig) -> int:
@@ -283,7 +290,7 @@ def _elements(row: WeightRow, model: ModelConfig, parallel: ParallelConfig, expe
     if row.kind is Kind.VOCAB_PARALLEL:
         return row.num_elements // model.vocab_size * model.padded_vocab_size(tp_size) // tp_size
     own_experts = row.num_experts // experts.expert_model_parallel_size if row.part == "expert" else 1
-    return _part_elements(row, parallel, experts) * own_experts
+    return math.prod(_part_shape(row, parallel, experts)) * own_experts
 
 
 def _packed_bytes(
@@ -292,10 +299,6 @@ def _packed_bytes(
     """Bytes of some rows of a matrix on one rank."""
     columns = _part_shape(row, parallel, experts)[1]
     return elements // columns * row_bytes(columns, format)
-
-
-def _part_elements(row: WeightRow, parallel: ParallelConfig, experts: ExpertsConfig) -> int:
-    return math.prod(_part_shape(row, parallel, experts))
 
 
 def _part_shape(row: WeightRow, parallel: ParallelConfig, experts: ExpertsConfig) -> tuple[int, ...]:
