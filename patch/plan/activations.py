@@ -15,7 +15,7 @@ from patch.families import Kind, WeightRow, attended_channels, traits_of, widths
 from patch.families.adapters import adapters_of, are_experts_single
 from patch.layout import chunk_length
 from patch.layout.pipeline_stages import stage_activations
-from patch.plan.parameters import by_layer, element_bytes, matrices_per_rank
+from patch.plan.parameters import by_layer, element_bytes, fuses_gradients, matrices_per_rank
 from patch.plan.pipeline import Schedule, moments
 from patch.storage.teacher_store import known_header
 
@@ -100,7 +100,7 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
     in_flight = 2 * boundary if last else 0
     if config.adapter.quantize_base:  # a product's weight is dense
         in_flight += max(matrices_per_rank(config)) * size
-    rows, is_summed = config.padded_vocab_size // tp_size, _sums_in_float32(config, cuda=cuda)
+    rows, is_summed = config.padded_vocab_size // tp_size, cuda and fuses_gradients(config, cuda=cuda)
     has_gradient = stage == 0 and not (is_adapted or is_summed)
     embedding, backward = rows * model.hidden_size * size * has_gradient, _backward(layers) + in_flight
     kept, on_host = sum(layer.kept for layer in layers), sum(layer.on_host for layer in layers)
@@ -179,11 +179,6 @@ def _backward(layers: list[_LayerBytes]) -> int:
     return most
 
 
-def _sums_in_float32(config: RunConfig, *, cuda: bool) -> bool:
-    """Whether the vocabulary's gradients go directly into the main gradients, without a temporary tensor."""
-    return cuda and config.optimizer.gradient_accumulation_fusion is not False
-
-
 def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
     """Bytes of one micro-batch's loss: gradients until its backward; a chunk's logits and sums in forward.
 
@@ -205,7 +200,7 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
     weight_sum = rows * hidden * _FP32 * (1 if cuda else 2) if has_sum else 0
     if config.adapter.is_on:  # the weight has no gradient
         return tokens * hidden * size, logits
-    if _sums_in_float32(config, cuda=cuda):
+    if cuda and fuses_gradients(config, cuda=cuda):  # no temporary tensor
         return tokens * hidden * size + rows * hidden * _FP32, logits
     return (tokens + rows) * hidden * size, logits + weight_sum
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
 from patch.config import RunConfig
@@ -198,13 +197,10 @@ def fp8_weight_bytes(config: RunConfig, pp_rank: int) -> int:
 def _elements_in_fp8(config: RunConfig, pp_rank: int | None) -> int:
     """Elements of a rank's fp8 weights, without weights too small to be freed."""
     below = config.optimizer.param_persistence_threshold if config.gathers_weights_per_pass else 0
-    in_fp8 = config.fp8_layers
-    ends = list(accumulate(config.stage_layers))
-    own = [
-        range(max(end - count, in_fp8.start), min(end, in_fp8.stop))
-        for end, count in zip(ends, config.stage_layers, strict=True)
-    ][place_of(config, pp_rank) :: config.parallel.pipeline_model_parallel_size]
-    return sum(map(len, own)) * sum(each for each in parameters.matrices_per_rank(config) if each >= below)
+    is_in_fp8 = (layer in config.fp8_layers for layer in range(config.model.num_layers))
+    of_rank = slice(place_of(config, pp_rank), None, config.parallel.pipeline_model_parallel_size)
+    number = sum(map(sum, parameters.by_stage(is_in_fp8, config.stage_layers)[of_rank]))
+    return number * sum(each for each in parameters.matrices_per_rank(config) if each >= below)
 
 
 def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from patch.config import ModelConfig, ParallelConfig, RunConfig
@@ -103,11 +103,16 @@ def by_layer(config: RunConfig, measure: Callable[[RunConfig], _T]) -> list[list
     """Return, for each layer of each pipeline stage, `measure` of a run with only such layers."""
     dense, sparse = layer_kinds(config)
     has_experts = measure(sparse)
-    if dense is sparse:
-        return [[has_experts] * count for count in config.stage_layers]
-    others, with_experts = measure(dense), expert_layers(config.model)
-    every = iter([has_experts if n in with_experts else others for n in range(config.model.num_layers)])
-    return [list(islice(every, count)) for count in config.stage_layers]
+    others = has_experts if dense is sparse else measure(dense)
+    with_experts = expert_layers(config.model)
+    every = (has_experts if n in with_experts else others for n in range(config.model.num_layers))
+    return by_stage(every, config.stage_layers)
+
+
+def by_stage(layers: Iterable[_T], stage_layers: Iterable[int]) -> list[list[_T]]:
+    """Split the layers of a model, or what is known of them, over its stages."""
+    left = iter(layers)
+    return [list(islice(left, count)) for count in stage_layers]
 
 
 @lru_cache(maxsize=1024)  # a search of layouts asks for the same models many times
@@ -138,18 +143,16 @@ def parameters_per_rank(
     """
     stages, stage_layers = parallel.pipeline_model_parallel_size, parallel.stage_layers(model.num_layers)
     has_output = model.untie_embeddings_and_output_weights or stages > 1
-    counts, ends = [0] * stages, [0, *accumulate(stage_layers)]
+    counts, layers = [0] * stages, by_stage(range(model.num_layers), stage_layers)
     rows = base_rows(model) if of_base else adapter_rows(model, adapter) or trained_rows(model, selection)
-    for row in rows:
-        elements = _elements(row, model, parallel, experts)
-        elements = elements if packed is None else _packed_bytes(row, parallel, experts, elements, packed)
+    for row in layer_rows(rows) if of_matrices else rows:
         if of_experts and row.part != "expert":
             continue
-        if of_matrices and not (row.is_matrix and row.is_per_layer):
-            continue
+        elements = _elements(row, model, parallel, experts)
+        elements = elements if packed is None else _packed_bytes(row, parallel, experts, elements, packed)
         if row.is_per_layer:
-            for stage, (first, last) in enumerate(pairwise(ends)):
-                counts[stage % stages] += elements * sum(first <= layer < last for layer in row.layers)
+            for stage, own in enumerate(layers):
+                counts[stage % stages] += elements * len({*own}.intersection(row.layers))
         elif row.is_before_layers:
             counts[0] += elements
         elif row.part != "head" or has_output:
@@ -246,8 +249,7 @@ def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
         narrow = in_fp8 if row.is_per_layer and row.is_matrix else ()
         for index in row.layers:
             units[index][is_of_expert] += elements if index in narrow else num_bytes
-    left = iter(layers)
-    stages = [list(islice(left, count)) for count in stage_layers]
+    stages = by_stage(layers, stage_layers)
     stages[0] = before + stages[0]
     stages[-1] += after
     return tuple(tuple(Unit(*unit) for unit in stage) for stage in stages)
