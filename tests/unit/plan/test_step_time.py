@@ -36,6 +36,10 @@ def test_gradients_hide_behind_the_last_backward_but_for_the_embeddings():
     assert left == pytest.approx(messages - costs.backward[0], rel=1e-3)
 
 
+def test_the_heaviest_stage_may_have_nothing_to_train():
+    assert "gradients, exposed" in parts(run(dp=4, pp=2, flags=r"--train-only layers\.3\."))
+
+
 def test_sharded_gradients_travel_in_each_micro_batch():
     slow = dataclasses.replace(H100, node_link_bandwidth=5e9)
     once, each = (
