@@ -79,34 +79,28 @@ class RendezvousHandler(dynamic.DynamicRendezvousHandler):
         Raises:
             RendezvousGracefulExitError: the job ended while this machine was a spare.
         """
-        while True:
-            try:
+        try:
+            info = super().next_rendezvous()
+            while info.rank >= (size := max(size for size in self.sizes if size <= info.world_size)):
+                said = "%d of %d machines train; this spare waits until a training machine is lost"
+                _logger.info(said, size, info.world_size)
+                self.is_spare = True
+                self._wait_as_spare()
                 info = super().next_rendezvous()
-            except elastic.RendezvousClosedError as error:
-                # A round can end before a spare has joined it.
-                if self.is_spare:
-                    raise elastic.RendezvousGracefulExitError("the job has ended") from error
-                raise
-            size = max(size for size in self.sizes if size <= info.world_size)
-            if info.rank < size:
-                break
-            said = "%d of %d machines train; this one is a spare and waits until a training machine is lost"
-            _logger.info(said, size, info.world_size)
-            self.is_spare = True
-            self._wait_as_spare()
+        except (elastic.RendezvousClosedError, elastic.RendezvousConnectionError) as error:
+            if self.is_spare:  # a round can also end before a spare has joined it
+                raise elastic.RendezvousGracefulExitError("the job has ended") from error
+            raise
         self.is_spare = False
         os.environ[ROUND] = str(self._state_holder.state.round + 1)  # the workers inherit it
         return elastic.RendezvousInfo(info.store, info.rank, size, info.bootstrap_store_info)  # type: ignore[arg-type]
 
     def _wait_as_spare(self) -> None:
-        """Wait for the next round; raise RendezvousGracefulExitError if the job has ended."""
-        try:
-            while not self.num_nodes_waiting():
-                if self.is_closed():
-                    raise elastic.RendezvousGracefulExitError("the job has ended")
-                time.sleep(1.0)
-        except elastic.RendezvousConnectionError as error:
-            raise elastic.RendezvousGracefulExitError("the job has ended") from error
+        """Wait for the next round; raise RendezvousClosedError if the job has ended."""
+        while not self.num_nodes_waiting():
+            if self.is_closed():
+                raise elastic.RendezvousClosedError
+            time.sleep(1.0)
 
     def leave(self, *, closes: bool) -> None:
         """Leave the job; if `closes` is set and this machine is no spare, close the job for all machines."""
