@@ -102,24 +102,24 @@ class RemotePath:
             self._system.invalidate_cache()
             return getattr(self._system, method)(self._path, *args, **options)
 
-    def _kind(self) -> str | None:
-        """Return fsspec's type, "file" or "directory", or None if nothing is there."""
+    def _ask_if_there(self, method: str, **options: Any) -> Any:
+        """Ask the store; return {} if nothing is there."""
         try:
-            return self._ask("info")["type"]
+            return self._ask(method, **options)
         except FileNotFoundError:
-            return None
+            return {}
 
     def exists(self) -> bool:
         """Return whether there is a file or a folder."""
-        return self._kind() is not None
+        return bool(self._ask_if_there("info"))
 
     def is_file(self) -> bool:
         """Return whether there is a file."""
-        return self._kind() == "file"
+        return self._ask_if_there("info").get("type") == "file"
 
     def is_dir(self) -> bool:
         """Return whether there is a folder; in an object store, whether there are files in it."""
-        return self._kind() == "directory"
+        return self._ask_if_there("info").get("type") == "directory"
 
     def stat(self) -> Stat:
         """Return size and time of a file."""
@@ -127,23 +127,17 @@ class RemotePath:
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
         """Return the entries of the folder that match."""
-        found: list[str] = []
-        with suppress(FileNotFoundError):
-            found = sorted((self / pattern)._ask("glob"))
+        found = sorted((self / pattern)._ask_if_there("glob"))
         return (self / self._relative(path) for path in found)
 
     def folders(self) -> list[str]:
         """Return the names of the folders in this folder; empty if it does not exist."""
-        entries: list[dict[str, Any]] = []
-        with suppress(FileNotFoundError):
-            entries = self._ask("ls", detail=True)
+        entries = self._ask_if_there("ls", detail=True)
         return [PurePosixPath(entry["name"]).name for entry in entries if entry["type"] == "directory"]
 
     def files(self) -> dict[str, Stat]:
         """Return all files in this folder and its subfolders, by relative path; empty if there are none."""
-        found: dict[str, dict[str, Any]] = {}
-        with suppress(FileNotFoundError):
-            found = self._ask("find", detail=True)
+        found = dict(self._ask_if_there("find", detail=True))
         return {self._relative(path): _stat(info) for path, info in found.items()}
 
     def _relative(self, path: str) -> str:
@@ -187,13 +181,11 @@ class RemotePath:
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         """Remove a file."""
-        with suppress(*[FileNotFoundError] if missing_ok else []):
-            self._ask("rm_file")
+        (self._ask_if_there if missing_ok else self._ask)("rm_file")
 
     def remove_tree(self) -> None:
         """Remove a folder and its contents, if it exists."""
-        with suppress(FileNotFoundError):
-            self._ask("rm", recursive=True)
+        self._ask_if_there("rm", recursive=True)
 
 
 class RemoteFile:
