@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from patch.device import start_thread
+from patch.device import device_setter
 from patch.errors import TrainingError
 
 ROUND = "PATCH_ROUND"
@@ -57,20 +58,13 @@ def answer_within(timeout: timedelta, call: Callable[[], _Answer]) -> _Answer:
         TimeoutError: the function has not returned in time.
         Exception: any error of the function.
     """
-    future: Future[_Answer] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:  # noqa: BLE001 - raised in the caller's thread
-            future.set_exception(error)
-
-    start_thread("connect to a store", work)
     seconds = timeout.total_seconds()
-    try:
-        return future.result(seconds + 5.0)  # longer than torch, whose own error is more specific
-    except TimeoutError:
-        raise TimeoutError(f"no answer to a connection within {seconds / 60:.3g} minutes") from None
+    with ThreadPool(1, device_setter()) as thread:  # a daemon, which may outlive this call
+        try:  # longer than torch, whose own error is more specific
+            return thread.apply_async(call).get(seconds + 5.0)
+        except multiprocessing.TimeoutError:
+            reason = f"no answer to a connection within {seconds / 60:.3g} minutes"
+            raise TimeoutError(reason) from None
 
 
 def unreachable(who: str, address: str, error: BaseException) -> TrainingError:
