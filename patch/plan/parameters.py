@@ -198,9 +198,8 @@ class Frozen(NamedTuple):
 def frozen_of(config: RunConfig, pp_rank: int | None) -> Frozen:
     """Return the frozen parameters of a pipeline rank; None: the rank with the most parameters."""
     sections, index = (config.model, config.parallel, config.experts), place_of(config, pp_rank)
-    count, packed = parameters_per_rank(*sections)[index], config.adapter.quantize_base
-    if not config.adapter.is_on:
-        return Frozen(count - parameters_of(config, pp_rank), 0, 0)
+    trained = 0 if config.adapter.is_on else parameters_of(config, pp_rank)  # adapters are extra
+    count, packed = parameters_per_rank(*sections)[index] - trained, config.adapter.quantize_base
     if packed is None:
         return Frozen(count, 0, 0)
     in_4_bits, num_bytes = (
