@@ -264,8 +264,9 @@ def _attention(backends: Backends, config: RunConfig, machine: MachineFacts) -> 
         "efficient": "memory-efficient SDPA", "math": "all scores",
     }  # fmt: skip
     order = backends.attention
-    if _is_ring(config):
+    if _is_ring(config) or order[:1] != ("flash_attn",):  # it is no fallback of torch's kernels
         order = tuple(kernel for kernel in order if kernel != "flash_attn")
+    if _is_ring(config):
         is_last = order[:1] != ("cudnn",)  # ring attention never falls back to cuDNN
         order = tuple(kernel for kernel in order if not (kernel == "cudnn" and is_last))
     if config.training.precision == "fp32":
