@@ -135,7 +135,7 @@ def _read_pieces(
             place = checkpoint_location(name, *copy, model)
             by_key.setdefault(place.key, []).append((place, any_copy.at(*copy)))
         for copies in by_key.values():
-            kind = dtype or _common_type(source, [tensor.name for _, each in copies for tensor in each.hf])
+            kind = (None if any_copy.is_buffer else dtype) or _common_type(source, [tensor.name for _, each in copies for tensor in each.hf])
             row_bytes = torch.Size(rest).numel() * kind.itemsize
             step = max(1, WINDOW_BYTES // row_bytes)
             for ((key, lead, sizes), mapping), start in product(copies, range(0, num_rows, step)):

@@ -112,8 +112,23 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2, "routed_scaling_factor": 4.0,
         },
     ),
+    "moonlight": (
+        "DeepseekV3",
+        {
+            **_DEEPSEEK, "q_lora_rank": None, "num_hidden_layers": 3, "first_k_dense_replace": 1,
+            "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "num_mtp_layers": 0,
+            "rope_parameters": _plain_rope(5e4),
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **_DEEPSEEK, "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0,
+            "n_shared_experts": 1, "num_mtp_layers": 0,
+        },
+    ),
 }  # fmt: skip
-"""Families with experts. In two of them the first layer has none."""
+"""Families with experts. In three of them the first layer has none."""
 OTHERS = {"arcee": ("Arcee", {"rope_parameters": _plain_rope(1e4)})}
 """A family that the project does not know, for tests that register it."""
 
@@ -156,6 +171,9 @@ def family_model(
                 parameter.uniform_(0.5, 1.5)
             elif parameter_name.endswith("bias"):
                 parameter.normal_(0.0, 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.05)
     model = model.to(dtype or torch.float32)
     if folder is not None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -28,7 +28,7 @@ from patch.preflight.model_of_folder import read_hf_config
 NAMES = {
     "llama": "llama-3", "mistral": "mistral-0.1", "qwen2": "qwen-2", "qwen3": "qwen-3", "bloom": "bloom",
     "mixtral": "mixtral", "qwen2_moe": "qwen-2-moe", "qwen3_moe": "qwen-3-moe",
-    "deepseek_v2": "deepseek-v2-lite",
+    "deepseek_v2": "deepseek-v2-lite", "deepseek_v3": "moonlight",
 }  # fmt: skip
 VALUES = yaml.safe_load(Path(__file__).with_name("config_values.yaml").read_text())
 SHARED = (cache_utils, masking_utils, modeling_rope_utils, modeling_utils)

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from patch.families import FAMILIES, PRESETS, ModelConfig, family_of, weight_rows
+from patch.families import FAMILIES, PRESETS, ModelConfig, family_of, stored_rows
 from patch.plan.parameters import total_parameters
 
 
@@ -47,7 +47,7 @@ def test_weights_have_the_names_and_shapes_of_transformers_and_give_the_family(t
     model = hf_families.family_run(tmp_path).model
     ours = {
         tensor.replace("*", str(layer)).replace("#", str(expert)): shape
-        for row in weight_rows(model)
+        for row in stored_rows(model)
         for layer in row.layers
         for expert in range(row.num_experts)
         for tensor, shape in row.hf.items()
@@ -70,6 +70,7 @@ PUBLIC_BILLIONS = {
     "llama2-70B": 68.98, "llama1-7B": 6.74, "llama1-13B": 13.0, "llama1-30B": 32.5, "llama1-65B": 65.2,
     "8x7B": 46.7, "A2.7B": 14.3, "57B-A14B": 57.4, "30B-A3B": 30.5, "235B-A22B": 235.1,
     "deepseek-v2-lite": 15.7, "deepseek-v2": 235.7,
+    "moonlight-16B-A3B": 15.96, "deepseek-v3": 671.0, "kimi-k2": 1026.0,
 }  # fmt: skip
 
 
