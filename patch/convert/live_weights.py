@@ -196,7 +196,7 @@ def mapped_parameters(
     experts: ExpertRanks | None = None,
     adapter: AdapterConfig | None = None,
 ) -> list[MappedParameter]:
-    """Return this rank's parameters and stored buffers with their mappings, in the order of `iter_hf_weights`.
+    """Return this rank's parameters and stored buffers with mappings, in the order of `iter_hf_weights`.
 
     The padded vocabulary size is read from the stages.
 

@@ -82,7 +82,8 @@ def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> T
 
 def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> WeightMapping:
     hf = tuple(HFTensor(name, shape) for name, shape in row.hf.items())
-    copies: dict[str, Any] = {"layers": row.layers, "num_experts": row.num_experts, "is_buffer": row.is_buffer}
+    of_row = ("layers", "num_experts", "is_buffer")
+    copies: dict[str, Any] = {name: getattr(row, name) for name in of_row}
     match row.kind:
         case Kind.REPLICATED:
             return ReplicatedMapping(hf, **copies)

@@ -1,6 +1,6 @@
-"""DeepSeek-V2, V2-Lite, V3 and their relatives: latent attention, grouped and shared experts, dense first layers.
+"""DeepSeek-V2, V3 and their relatives: latent attention, grouped and shared experts, dense first layers.
 
-Sources: arXiv:2405.04434, arXiv:2412.19437; the config.json that is published with each model on Hugging Face.
+Sources: arXiv:2405.04434, arXiv:2412.19437; the config.json that is published with each model.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class DeepSeekExperts(ExpertsFamily):
         shared, factor = config.integer("n_shared_experts"), config.number("routed_scaling_factor")
         if shared < 1:
             config.refuse("n_shared_experts", shared, "at least 1")
+        _check_quantization(config)
         fields = super().read_config(config)
         of_v3 = {"moe_router_pre_softmax": False} if self.score == "sigmoid" else {}
         if of_v3 and fields["moe_router_topk"] == 1:
@@ -139,6 +140,14 @@ class _DeepSeek(DeepSeekExperts):
         described |= head
         sizes = {**_LATENT_KEYS, "q_lora_rank": "q_lora_rank"}
         described |= {key: getattr(model, name) for name, key in sizes.items() if name in fields}
+
+
+def _check_quantization(config: ConfigReader) -> None:
+    """Refuse weights in other numbers than fp8 with a scale for each block of 128 x 128, which are read."""
+    how = config.values.get("quantization_config") or {}
+    kind = [how.get(key) for key in ("quant_method", "weight_block_size")] if isinstance(how, dict) else []
+    if how and kind != ["fp8", [128, 128]]:
+        config.refuse("quantization_config", how, "none, or fp8 with a weight_block_size of [128, 128]")
 
 
 def _mscales(config: ConfigReader, fields: dict[str, Any]) -> dict[str, float | None]:

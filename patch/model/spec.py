@@ -38,7 +38,11 @@ from patch.model.activation_layers import StageOffload, layer_kinds
 from patch.model.attention.alibi import AlibiAttention
 from patch.model.attention.context_parallel import ContextParallelAttention
 from patch.model.attention.core_attention import CausalAttention
-from patch.model.attention.latent_attention import AlignedLatentAttention, LatentAttention, PolarLatentAttention
+from patch.model.attention.latent_attention import (
+    AlignedLatentAttention,
+    LatentAttention,
+    PolarLatentAttention,
+)
 from patch.model.attention.rotary_attention import RotaryAttention
 from patch.model.experts.layer import experts_spec
 from patch.model.fp8.product import Fp8Product, StepWeights

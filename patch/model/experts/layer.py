@@ -169,8 +169,8 @@ def update_expert_biases(stages: Sequence[torch.nn.Module]) -> None:
     """Move the biases of a rank's routers by the loads of the global batch (arXiv:2408.15664, algorithm 1).
 
     Call it after an optimizer step; a collective over the ranks of a pipeline stage. The bias of an expert
-    below the mean load grows by --moe-router-bias-update-rate, that of one above it shrinks. Counts are exact,
-    so the bits do not depend on layout and micro-batch size. A router that does not train keeps its bias.
+    below the mean load grows by --moe-router-bias-update-rate, that of one above it shrinks. Counts are
+    exact, so the bits do not depend on layout and micro-batch size. A frozen router keeps its bias.
     """
     routers = [each for each in routers_of(stages) if each.enable_expert_bias and each.weight.requires_grad]
     if not routers or not routers[0].config.moe_router_bias_update_rate:

@@ -25,7 +25,8 @@ from patch.model.mlp import Activation, LayerPart
 class AlignedRouter(Router):
     """A router that returns the experts of each token and their weights, bitwise equal to transformers.
 
-    `is_normed` divides a token's softmax weights by their sum; sigmoid weights always are. `own` is Family.own_of_router.
+    `is_normed` divides a token's softmax weights by their sum; sigmoid weights always are divided. `own` is
+    Family.own_of_router.
     """
 
     def __init__(self, *arguments: Any, is_normed: bool, own: Set[str], **named: Any) -> None:
