@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from patch.errors import ConfigError, shown
 from patch.families.bloom import BLOOM
 from patch.families.config_json import ConfigReader
-from patch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from patch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertsFamily, StackedPart, stacked_part
 from patch.families.family import Family
@@ -111,10 +111,17 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
     matching = {
         name: family
         for name, family in FAMILIES.items()
-        if family.traits == traits and (family.slides is not None or not slides) and family.computes(model)
+        if _with_flags(family, traits) == traits
+        and (family.slides is not None or not slides)
+        and family.computes(model)
     }
     names = (model_type, model.model_type, *matching)
     return next((matching[name] for name in names if name is not None and name in matching), None)
+
+
+def _with_flags(family: Family, traits: Traits) -> Traits:
+    """Traits of a family, with those of `traits` in which its models differ."""
+    return dataclasses.replace(family.traits, **{name: getattr(traits, name) for name in family.flags})
 
 
 def reason_without_hf_class(model: ModelConfig) -> tuple[str, str]:
@@ -223,7 +230,10 @@ def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
     }
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3):
+for _family in (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2),
+    *(DEEPSEEK_V3, GLM4_MOE),
+):
     register_family(_family)
 
 __all__ = [

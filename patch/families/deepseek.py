@@ -142,6 +142,25 @@ class _DeepSeek(DeepSeekExperts):
         described |= {key: getattr(model, name) for name, key in sizes.items() if name in fields}
 
 
+class _Glm(DeepSeekExperts):
+    """DeepSeek's experts after attention of grouped heads, which may have biases and norms."""
+
+    def read_config(self, config: ConfigReader) -> dict[str, Any]:
+        rope = config.values.get("rope_parameters") or {}
+        share = rope.get("partial_rotary_factor", config.number("partial_rotary_factor"))
+        if share != 1:
+            config.refuse("partial_rotary_factor", share, "1.0: RoPE of a part of a head is not supported")
+        keys = {"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"}
+        return super().read_config(config) | {name: config.boolean(key, False) for name, key in keys.items()}
+
+    def computes(self, model: ModelConfig) -> bool:
+        return not model.is_latent and super().computes(model)
+
+    def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
+        super().write_shape(described, model, fields)
+        described |= self.type_keys(model)
+
+
 def _check_quantization(config: ConfigReader) -> None:
     """Refuse weights in other numbers than fp8 with a scale for each block of 128 x 128, which are read."""
     how = config.values.get("quantization_config") or {}
@@ -236,4 +255,17 @@ DEEPSEEK_V3 = _DeepSeek(
             moe_shared_expert_intermediate_size=2048, moe_router_topk_scaling_factor=2.827,
         ),
     },
+)  # fmt: skip
+
+GLM4_MOE = _Glm(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    traits=Traits(),
+    flags=frozenset({"add_qkv_bias", "qk_layernorm"}),
+    type_keys=lambda model: {
+        "attention_bias": model.add_qkv_bias, "use_qk_norm": model.qk_layernorm, "partial_rotary_factor": 1.0
+    },
+    rows=_ROWS,
+    expert_keys=EXPERT_KEYS,
+    own_of_router=frozenset({"logits", "weights", "unsorted"}),
 )  # fmt: skip

@@ -120,6 +120,14 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _plain_rope(5e4),
         },
     ),
+    "glm-4.5": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
+            "attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0,
+            "rope_parameters": _plain_rope(1e6) | {"partial_rotary_factor": 1.0},
+        },
+    ),
     "deepseek-v3": (
         "DeepseekV3",
         {
@@ -139,6 +147,8 @@ def spell_as_4(folder: Path) -> None:
     described = json.loads(path.read_text())
     if rope := described.pop("rope_parameters", None):
         described["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            described["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
         described["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     described["torch_dtype"] = described.pop("dtype")
     if described["model_type"] == "qwen3_moe":

@@ -55,7 +55,7 @@ class GroupLimitedTopK:
         if num_groups is None:
             return scores.topk(topk, sorted=self._is_sorted)
         of_groups = scores.unflatten(1, (num_groups, -1))
-        chosen = of_groups.topk(self._best).values.sum(-1).topk(group_topk).indices
+        chosen = of_groups.detach().topk(self._best).values.sum(-1).topk(group_topk).indices
         others = torch.ones_like(of_groups[..., 0], dtype=torch.bool).scatter_(1, chosen, False)
         return (
             of_groups.masked_fill(others[..., None], float("-inf"))

@@ -29,6 +29,7 @@ NAMES = {
     "llama": "llama-3", "mistral": "mistral-0.1", "qwen2": "qwen-2", "qwen3": "qwen-3", "bloom": "bloom",
     "mixtral": "mixtral", "qwen2_moe": "qwen-2-moe", "qwen3_moe": "qwen-3-moe",
     "deepseek_v2": "deepseek-v2-lite", "deepseek_v3": "moonlight",
+    "glm4_moe": "glm-4.5",
 }  # fmt: skip
 OF_WEIGHTS = {"model_type", "dtype", "torch_dtype", "quantization_config"}
 """Keys that name the family, or the numbers in which weights are stored."""
