@@ -142,6 +142,10 @@ class _DeepSeek(DeepSeekExperts):
         described |= {key: getattr(model, name) for name, key in sizes.items() if name in fields}
 
 
+_WHOLE_ROPE = {"partial_rotary_factor": 1.0}
+_GLM_FLAGS = {"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"}
+
+
 class _Glm(DeepSeekExperts):
     """DeepSeek's experts after attention of grouped heads, which may have biases and norms."""
 
@@ -150,15 +154,18 @@ class _Glm(DeepSeekExperts):
         share = rope.get("partial_rotary_factor", config.number("partial_rotary_factor"))
         if share != 1:
             config.refuse("partial_rotary_factor", share, "1.0: RoPE of a part of a head is not supported")
-        keys = {"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"}
-        return super().read_config(config) | {name: config.boolean(key, False) for name, key in keys.items()}
+        flags = {name: config.boolean(key, False) for name, key in _GLM_FLAGS.items()}
+        return super().read_config(config) | flags
 
     def computes(self, model: ModelConfig) -> bool:
         return not model.is_latent and super().computes(model)
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         super().write_shape(described, model, fields)
-        described |= self.type_keys(model)
+        described |= {key: getattr(model, name) for name, key in _GLM_FLAGS.items() if name in fields}
+        described |= _WHOLE_ROPE
+        if "rope_parameters" in described:
+            described["rope_parameters"] |= _WHOLE_ROPE
 
 
 def _check_quantization(config: ConfigReader) -> None:
@@ -261,10 +268,7 @@ GLM4_MOE = _Glm(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     traits=Traits(),
-    flags=frozenset({"add_qkv_bias", "qk_layernorm"}),
-    type_keys=lambda model: {
-        "attention_bias": model.add_qkv_bias, "use_qk_norm": model.qk_layernorm, "partial_rotary_factor": 1.0
-    },
+    flags=frozenset(_GLM_FLAGS),
     rows=_ROWS,
     expert_keys=EXPERT_KEYS,
     own_of_router=frozenset({"logits", "weights", "unsorted"}),

@@ -147,8 +147,8 @@ def spell_as_4(folder: Path) -> None:
     described = json.loads(path.read_text())
     if rope := described.pop("rope_parameters", None):
         described["rope_theta"] = rope.pop("rope_theta")
-        if "partial_rotary_factor" in rope:
-            described["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        if (share := rope.pop("partial_rotary_factor", None)) is not None:
+            described["partial_rotary_factor"] = share
         described["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     described["torch_dtype"] = described.pop("dtype")
     if described["model_type"] == "qwen3_moe":

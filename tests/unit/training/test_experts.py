@@ -150,7 +150,7 @@ def biases(rank: int, world_size: int, changes: dict[str, Any]) -> dict[int, lis
 
 
 def test_biases_of_experts_follow_the_loads_of_the_global_batch_with_the_same_bits() -> None:
-    """The oracle is plain torch on the counts of one process; each layout has the bits of that process."""
+    """The oracle is plain torch, on the counts of one process; each layout has the bits of that process."""
     (alone,) = run_distributed(biases, 1, V3_LAYOUTS[""])
     for steps in alone.values():
         bias = torch.zeros(8)
