@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from patch.compat.torch_internals import own_parameters
 from patch.model.experts.grouped import SIZES, GroupedExperts, activation_backward, weighted_activation
 from patch.model.linear import PLAIN
 from patch.model.mlp import Activation, LayerPart, through_layers
@@ -172,7 +173,9 @@ def update_expert_biases(stages: Sequence[torch.nn.Module]) -> None:
     below the mean load grows by --moe-router-bias-update-rate, that of one above it shrinks. Counts are
     exact, so the bits do not depend on layout and micro-batch size. A frozen router keeps its bias.
     """
-    routers = [each for each in routers_of(stages) if each.enable_expert_bias and each.weight.requires_grad]
+    # The weight may be sharded; its values are not read.
+    trained = (each for each in routers_of(stages) if own_parameters(each)["weight"].requires_grad)
+    routers = [each for each in trained if each.enable_expert_bias]
     if not routers or not routers[0].config.moe_router_bias_update_rate:
         return
     loads = torch.stack([each.counts[: -len(EXTRA_STATS)] for each in routers])
