@@ -53,6 +53,8 @@ def recorded(theirs: torch.nn.Module, model: ModelConfig) -> Iterator[Recording]
 def _recorder(passes: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., None]:
     def record(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         logits, _, chosen = output
+        bias = getattr(module, "e_score_correction_bias", None)
+        logits = logits if bias is None else logits.sigmoid() + bias  # DeepSeek-V3 compares these
         passes.append((chosen, logits.float()))
 
     return record

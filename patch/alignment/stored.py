@@ -201,4 +201,6 @@ def rebuild(
     (rebuilt,) = build_llama_model(run, groups, context.device, aligned=aligned)
     for parameter, weight in zip(rebuilt.parameters(), weights.parameters(), strict=True):
         parameter.data = weight.data.to(parameter.dtype)
+    for buffer, value in zip(rebuilt.buffers(), weights.buffers(), strict=True):
+        buffer.copy_(value)
     return rebuilt.eval()

@@ -73,6 +73,9 @@ def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:
     ):
         why = "a softmax over the one expert of a token is 1, whatever the router says"
         refuse("moe_router_pre_softmax", "false", f"true with {where('moe_router_topk')} 1", why)
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        why = "the bias is added to sigmoid scores (DeepSeek-V3)"
+        refuse("moe_router_enable_expert_bias", "true", "false, or sigmoid scores", why)
     if model.moe_shared_expert_gate and not model.moe_shared_expert_intermediate_size:
         expected = f"false, or a width at {where('moe_shared_expert_intermediate_size')}"
         refuse("moe_shared_expert_gate", "true", expected, "no expert has all tokens")
@@ -82,7 +85,7 @@ def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def _groups_are_possible(config: RunConfig) -> None:
-    """Require router groups of equal size; the chosen groups hold at least top-k experts (DeepSeek-V2)."""
+    """Require router groups of equal size; the chosen groups hold at least top-k experts (DeepSeek)."""
     model = config.model
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
     if groups is None and chosen is None:
@@ -99,6 +102,6 @@ def _groups_are_possible(config: RunConfig) -> None:
     if not fewest <= chosen <= groups:
         why = f"a token visits {model.moe_router_topk} of {number} experts in {groups} groups"
         refuse("moe_router_group_topk", chosen, f"{fewest} to {groups}", why)
-    if model.moe_router_score_function != "softmax":
-        why = f"DeepSeek-V3's rule of groups ({where('moe_router_num_groups')}) is not supported"
-        refuse("moe_router_score_function", model.moe_router_score_function, "softmax", why)
+    if model.moe_router_score_function == "sigmoid" and number == groups:
+        why = "with sigmoid scores a group is judged by its two best experts"
+        refuse("moe_router_num_groups", groups, f"at most {number // 2}", why)

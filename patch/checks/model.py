@@ -107,7 +107,7 @@ def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def rope_scaling_is_ordered(config: RunConfig, machine: MachineFacts) -> None:
-    """Require a non-empty band between the borders of llama3's or YaRN's scaling, and an NTK factor >= 1."""
+    """Require a band between the borders of llama3's scaling, YaRN's in order, and an NTK factor >= 1."""
     model = config.model
     if not model.use_rope_scaling:
         return
@@ -117,8 +117,8 @@ def rope_scaling_is_ordered(config: RunConfig, machine: MachineFacts) -> None:
             expected = f"less than --rope-high-freq-factor {model.rope_high_freq_factor}"
             why = "wavelengths between are blended"
             refuse("rope_low_freq_factor", model.rope_low_freq_factor, expected, why)
-        case "yarn" if model.yarn_beta_slow >= model.yarn_beta_fast:
-            expected = f"less than --yarn-beta-fast {model.yarn_beta_fast}"
+        case "yarn" if model.yarn_beta_slow > model.yarn_beta_fast:
+            expected = f"at most --yarn-beta-fast {model.yarn_beta_fast}"
             refuse("yarn_beta_slow", model.yarn_beta_slow, expected, "channels between are blended")
         case "dynamic" if factor < 1 or model.kv_channels < 4:
             what = "the base grows with the context, by an exponent of the head size"

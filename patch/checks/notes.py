@@ -71,6 +71,8 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     yield parallel.pipeline_model_parallel_size == 1, _STAGES, " at PP=1"
     of_experts = (*sorted(EXPERT_FIELDS - {"num_experts"}), *ExpertsConfig.__slots__)
     yield not config.model.num_experts, of_experts, " without experts"
+    has_bias = config.model.moe_router_enable_expert_bias and not config.adapter.is_on
+    yield not has_bias, ("moe_router_bias_update_rate",), " without expert biases that train"
     yield not config.adapter.is_on, tuple(AdapterConfig.__slots__), " without adapters"
     yield has_one_stage, _INTERLEAVING, " without interleaved stages (MP_VP)"
     yield parallel.context_parallel_size == 1, ("cp_comm_type",), " at CP=1"

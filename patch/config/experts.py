@@ -39,6 +39,11 @@ class ExpertsConfig:
     moe_z_loss_coeff: float = flag(
         "coefficient of a penalty on large router logits; 1e-3 in the ST-MoE paper", 0.0, at_least=0
     )
+    moe_router_bias_update_rate: float = flag(
+        "step of a router's expert bias, up for experts below the mean load and down above it; 0: none",
+        1e-3,
+        at_least=0,
+    )
     moe_expert_capacity_factor: float | None = flag(
         "capacity of an expert as a multiple of its even share of a rank's tokens; the most probable tokens "
         "stay; 0: no limit",

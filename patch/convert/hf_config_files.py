@@ -18,7 +18,7 @@ import torch
 from patch.config.schema import ModelConfig, RunConfig
 from patch.errors import ConfigError, ConversionError, DataError
 from patch.families import SHAPE_FIELDS, Family, family_of, reason_without_hf_class
-from patch.preflight.model_of_folder import read_hf_config
+from patch.preflight.model_of_folder import MTP_KEYS, read_hf_config
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, STEP_FILE, TRACKER
 from patch.storage.places import StrPath, copy_of, local_path
 from patch.storage.text_files import read_json, read_small
@@ -86,6 +86,8 @@ def write_descriptions(
     tokenizer: PreTrainedTokenizerBase | None,
     dtype: torch.dtype,
     step: int | None = None,
+    *,
+    predicts_further: bool = False,
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer with its chat template, and the step.
 
@@ -95,6 +97,7 @@ def write_descriptions(
         tokenizer: the tokenizer to save, or None to copy the source's files.
         dtype: the dtype of the weights, see `stated_dtype`.
         step: the finished steps of the training run, if any.
+        predicts_further: see `write_config`.
     Raises:
         ConversionError: a file of the source cannot be read.
     """
@@ -103,7 +106,7 @@ def write_descriptions(
         copy_descriptions(hf_source, folder)
     else:
         _write_json(folder, "generation_config.json", hf_source, generation_description(hf_source, tokenizer))
-    write_config(folder, model, hf_source, dtype, tokenizer)
+    write_config(folder, model, hf_source, dtype, tokenizer, predicts_further=predicts_further)
     write_tokenizer(folder, tokenizer, step)
 
 
@@ -129,14 +132,20 @@ def write_config(
     hf_source: Path | None,
     dtype: torch.dtype,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    predicts_further: bool = False,
 ) -> None:
     """Write config.json.
 
     Args:
         hf_source: the folder whose unchanged config.json is kept, or None for a new file.
         tokenizer: gives the ids of the bos and eos tokens; required without a source.
+        predicts_further: whether the weights of layers that predict further tokens (MTP) are kept.
     """
-    _write_json(folder, "config.json", hf_source, model_description(model, hf_source, tokenizer, dtype))
+    described = model_description(model, hf_source, tokenizer, dtype)
+    if not predicts_further:
+        described |= {key: 0 for key in MTP_KEYS if key in described}
+    _write_json(folder, "config.json", hf_source, described)
 
 
 def write_index(folder: Path, layout: dict[str, str], total_size: int, hf_source: Path | None) -> None:
@@ -218,6 +227,7 @@ def model_description(
     described["torch_dtype"] = str(dtype).removeprefix("torch.")
     if "dtype" in described:
         described["dtype"] = described["torch_dtype"]
+    described.pop("quantization_config", None)  # weights are written in bf16, fp16 or fp32
     return described
 
 

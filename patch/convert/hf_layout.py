@@ -118,7 +118,8 @@ def write_like(
 def remember_layout(source: HFFolder, checkpoint: Path) -> None:
     """Write the layout of a checked folder as an index into the checkpoint's folder."""
     index, copy = source.folder / SAFE_WEIGHTS_INDEX_NAME, checkpoint / SAFE_WEIGHTS_INDEX_NAME
-    layout = {tensor.name: source.file_of(tensor.name).name for tensor in source.tensors}
+    tensors = [*source.tensors, *source.further]
+    layout = {tensor.name: source.file_of(tensor.name).name for tensor in tensors}
     is_whole = SAFE_WEIGHTS_NAME not in layout.values() and index.is_file()
     if is_whole and layout.keys() <= read_index(index).keys():
         copy_of(source.folder, SAFE_WEIGHTS_INDEX_NAME, copy)

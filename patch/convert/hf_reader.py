@@ -19,7 +19,7 @@ from patch.device import is_finite
 from patch.errors import ConversionError
 from patch.families.weights import EMBEDDING_PARAMETER, OUTPUT, HFTensor
 from patch.logger import get_logger
-from patch.preflight.weight_files import TensorHeader, WeightHeaders, check_headers, reading
+from patch.preflight.weight_files import FP8_BLOCK, TensorHeader, WeightHeaders, check_headers, reading
 
 _logger = get_logger(__name__)
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -34,6 +34,8 @@ class _Slice(NamedTuple):
 
     tensor: Any
     header: TensorHeader
+    scales: Any = None
+    """Lazy slice of the scales of a weight in 8 bits, or None."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:  # type: ignore[override]
         """Read rows, or rows and columns.
@@ -50,12 +52,31 @@ class _Slice(NamedTuple):
             first = stacked.part * self.header.shape[0]
             part = self.tensor[stacked.expert, first + start : first + stop, *columns]
         assert isinstance(part, torch.Tensor)
+        if self.scales is not None:
+            part = _from_fp8(part, self.scales, *_starts(index, self.header.shape))
         if not is_finite(part):
             raise ConversionError(
                 f"{self.header.stored_name} in {self.header.path} has values that are NaN or infinite, "
                 "expected finite ones: copy or download it again, or take the weights of an earlier step"
             )
         return part
+
+
+def _starts(index: Any, shape: tuple[int, ...]) -> list[int]:
+    parts = index if isinstance(index, tuple) else (index, slice(None))
+    return [part.indices(size)[0] for part, size in zip(parts, shape, strict=True)]
+
+
+def _from_fp8(part: torch.Tensor, scales: Any, row: int, column: int) -> torch.Tensor:
+    """Return a part of a weight, from `row` and `column` on, in bf16; its blocks have a scale each."""
+    ends = row + part.shape[0], column + part.shape[1]
+    of_rows, of_columns = (
+        slice(at // FP8_BLOCK, -(-end // FP8_BLOCK)) for at, end in zip((row, column), ends, strict=True)
+    )
+    wide = scales[of_rows, of_columns].float()
+    for axis, at in enumerate((row, column)):
+        wide = wide.repeat_interleave(FP8_BLOCK, axis).narrow(axis, at % FP8_BLOCK, part.shape[axis])
+    return (part.float() * wide).bfloat16()
 
 
 class HFFolder(WeightHeaders):
@@ -68,8 +89,8 @@ class HFFolder(WeightHeaders):
     def __getitem__(self, name: str) -> Any:
         """Return a lazy slice of a tensor; indexing it reads the values."""
         header = self._headers[name]
-        file, stored = _open(header.path), header.stored_name
-        return _Slice(file[stored] if isinstance(file, dict) else file.get_slice(stored), header)
+        scales = None if header.scales is None else _lazy(header.scales)
+        return _Slice(_lazy(header), header, scales)
 
     def _read(self, path: Path) -> dict[str, TensorHeader]:
         if path.suffix == ".safetensors":
@@ -99,7 +120,8 @@ class HFFolder(WeightHeaders):
 
     def _warn_of_rounding(self, dtype: torch.dtype, flag: str) -> None:
         """Log once if conversion to this dtype may round checked tensors; float32 never rounds."""
-        inexact = {self._headers[tensor.name].dtype for tensor in self.tensors} - {SPELLINGS[dtype]}
+        weights = [tensor.name for tensor in self.tensors if len(tensor.shape) > 1]  # not float32 buffers
+        inexact = {self._headers[name].dtype for name in weights} - {SPELLINGS[dtype]}
         if dtype != torch.float32 and inexact:
             _logger.warning(
                 "weights stored as %s in %s are rounded to %s (%s)",
@@ -124,6 +146,11 @@ def open_checked(folder: Path, model: ModelConfig, dtype: torch.dtype | None, fl
     if dtype is not None:
         source._warn_of_rounding(dtype, flag)
     return source
+
+
+def _lazy(header: TensorHeader) -> Any:
+    file, stored = _open(header.path), header.stored_name
+    return file[stored] if isinstance(file, dict) else file.get_slice(stored)
 
 
 def _open(path: Path) -> Any:

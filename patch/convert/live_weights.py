@@ -11,7 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -32,7 +32,7 @@ from patch.convert.weight_table import Table, adapter_table, parameter_table, we
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
-from patch.families.weights import table_name
+from patch.families.weights import BUFFERS, table_name
 from patch.model.nf4_product import dense_shape, dequantize, quantize, scale_table
 from patch.storage.places import StrPath, local_path
 
@@ -88,8 +88,8 @@ class MappedParameter(NamedTuple):
     """The table's mapping for this layer and expert."""
     dtype: torch.dtype
     """Dtype of the values; for nf4 weights the dtype of the matrix products."""
-    owner: torch.nn.Parameter
-    """The parameter itself."""
+    owner: torch.Tensor
+    """The parameter or buffer itself."""
 
 
 class _Owner(NamedTuple):
@@ -196,7 +196,7 @@ def mapped_parameters(
     experts: ExpertRanks | None = None,
     adapter: AdapterConfig | None = None,
 ) -> list[MappedParameter]:
-    """Return this rank's parameters with their mappings, in the order of `iter_hf_weights`.
+    """Return this rank's parameters and stored buffers with mappings, in the order of `iter_hf_weights`.
 
     The padded vocabulary size is read from the stages.
 
@@ -213,8 +213,9 @@ def mapped_parameters(
     first_expert = experts.rank * ((model.num_experts or 0) // experts.size)
     found: dict[tuple[str, int, int], MappedParameter] = {}
     for stage in stages:
-        for name, parameter in stage.named_parameters():
-            if (INSIDE in name) is (adapter is None):
+        for name, parameter in chain(stage.named_parameters(), stage.named_buffers()):
+            is_buffer = not isinstance(parameter, torch.nn.Parameter)
+            if (INSIDE in name) is (adapter is None) or (is_buffer and not name.endswith(BUFFERS)):
                 continue
             layer = expert = 0
             key = name

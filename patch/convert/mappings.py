@@ -65,11 +65,13 @@ class WeightMapping(ABC):
         hf: the Hugging Face tensors; their order is part of the layout.
         layers: numbers of the layers that have the parameter; only 0 outside of layers.
         num_experts: copies per layer, one for each expert.
+        is_buffer: whether it is a float32 buffer, and no parameter.
     """
 
     hf: tuple[HFTensor, ...]
     layers: Sequence[int] = field(default=range(1), kw_only=True)
     num_experts: int = field(default=1, kw_only=True)
+    is_buffer: bool = field(default=False, kw_only=True)
 
     axis: ClassVar[int] = 0
     """The axis that TP divides, and along which the slices are concatenated."""

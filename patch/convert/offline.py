@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from patch.checkpoint.data_files import PieceWriter
 from patch.checkpoint.folder import unverified_weights
 from patch.checkpoint.stored import Piece
 from patch.config.schema import ModelConfig
+from patch.convert import further_tokens
 from patch.convert.hf_config_files import (
     copy_descriptions,
     model_of,
@@ -92,9 +93,10 @@ def hf_to_mcore(
         _write_checkpoint(folder, partial / RELEASE, model, dtype)
         with writing(partial):
             copy_descriptions(source, partial)
+            further_tokens.keep(folder, partial)
             write_tokenizer(partial, None, read_step(source))
             if dtype is not None:
-                write_config(partial, model, source, dtype)
+                write_config(partial, model, source, dtype, predicts_further=bool(folder.further))
             remember_layout(folder, partial)
             (partial / TRACKER).write_text(f"{RELEASE}\n")
         publish(target, "checkpoint")
@@ -135,7 +137,8 @@ def _read_pieces(
             place = checkpoint_location(name, *copy, model)
             by_key.setdefault(place.key, []).append((place, any_copy.at(*copy)))
         for copies in by_key.values():
-            kind = dtype or _common_type(source, [tensor.name for _, each in copies for tensor in each.hf])
+            names = [tensor.name for _, each in copies for tensor in each.hf]
+            kind = (None if any_copy.is_buffer else dtype) or _common_type(source, names)
             row_bytes = torch.Size(rest).numel() * kind.itemsize
             step = max(1, WINDOW_BYTES // row_bytes)
             for ((key, lead, sizes), mapping), start in product(copies, range(0, num_rows, step)):
@@ -232,14 +235,19 @@ def mcore_to_hf(
             with staging(target, sources, overwrite=overwrite) as partial:
                 stored, title = weights.dtypes, f"{folder.name} to Hugging Face"
                 dtypes = {tensor: stored[tensor.name] for tensor in hf_tensors(described.model)}
+                kept = further_tokens.KeptLayers(described.folder)
                 with writing(partial):
-                    write_like(described.folder, partial, dtypes, weights.blocks(), title)
+                    blocks = chain(weights.blocks(), kept.blocks())
+                    write_like(described.folder, partial, dtypes | kept.dtypes, blocks, title)
                     model, origin, tokenizer = described
                     is_source = hf_config is None and folder.name == RELEASE  # from hf2mcore
                     stated = stated_dtype(stored.values(), origin, is_source=is_source)
                     if is_source and origin is not None:
                         step = read_step(origin)
-                    write_descriptions(partial, model, origin, tokenizer, stated, step)
+                    has_kept = bool(kept.dtypes)
+                    write_descriptions(
+                        partial, model, origin, tokenizer, stated, step, predicts_further=has_kept
+                    )
                 verified.result()
                 publish(target, "Hugging Face folder", step)
         except Exception:

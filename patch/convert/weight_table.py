@@ -16,7 +16,7 @@ from patch.convert.mappings import (
     VocabParallelMapping,
     WeightMapping,
 )
-from patch.families import Kind, WeightRow, expert_layers, weight_rows
+from patch.families import Kind, WeightRow, expert_layers, stored_rows
 from patch.families.adapters import AdapterConfig, adapter_rows
 from patch.families.weights import OTHER_NAMES, TIED_OUTPUT, HFTensor
 
@@ -59,8 +59,8 @@ def checkpoint_location(name: str, layer: int, expert: int, model: ModelConfig) 
 
 
 def parameter_table(model: ModelConfig, padded_vocab_size: int) -> Table:
-    """Return every parameter of a model, in Hugging Face's order."""
-    return {row.name: _mapping(row, model, padded_vocab_size) for row in weight_rows(model)}
+    """Return every parameter and stored buffer of a model, in Hugging Face's order."""
+    return {row.name: _mapping(row, model, padded_vocab_size) for row in stored_rows(model)}
 
 
 def adapter_table(model: ModelConfig, adapter: AdapterConfig) -> Table:
@@ -82,7 +82,8 @@ def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> T
 
 def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> WeightMapping:
     hf = tuple(HFTensor(name, shape) for name, shape in row.hf.items())
-    copies: dict[str, Any] = {"layers": row.layers, "num_experts": row.num_experts}
+    of_row = ("layers", "num_experts", "is_buffer")
+    copies: dict[str, Any] = {name: getattr(row, name) for name in of_row}
     match row.kind:
         case Kind.REPLICATED:
             return ReplicatedMapping(hf, **copies)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from patch.errors import ConfigError, shown
 from patch.families.bloom import BLOOM
 from patch.families.config_json import ConfigReader
-from patch.families.deepseek import DEEPSEEK_V2
+from patch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertsFamily, StackedPart, stacked_part
 from patch.families.family import Family
@@ -42,11 +42,12 @@ PRESETS: dict[str, dict[str, Any]] = {}
 
 
 _NOT_BUILT = {
-    "deepseek_v3": "its groups of experts, its router's bias and its fp8 weights are not supported",
     "gpt_oss": "experts with biases, attention with sinks and weights in MXFP4 are not supported",
     "qwen3_next": "linear attention is not supported",
 }
 """Known families that are refused -> reason."""
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""`model_type` of remote code -> the family whose class it copies."""
 
 
 def register_family(family: Family) -> None:
@@ -67,7 +68,8 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     Raises:
         ConfigError: `model_type` is not in FAMILIES, or the family does not support the model.
     """
-    model_type = config.values.get("model_type")
+    stated = config.values.get("model_type")
+    model_type = _SAME_AS.get(stated, stated) if isinstance(stated, str) else stated
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         why = _NOT_BUILT.get(str(model_type), "this family is not supported")
         config.refuse("model_type", model_type, f"one of {', '.join(FAMILIES)}: {why}")
@@ -109,10 +111,17 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
     matching = {
         name: family
         for name, family in FAMILIES.items()
-        if family.traits == traits and (family.slides is not None or not slides) and family.computes(model)
+        if _with_flags(family, traits) == traits
+        and (family.slides is not None or not slides)
+        and family.computes(model)
     }
     names = (model_type, model.model_type, *matching)
     return next((matching[name] for name in names if name is not None and name in matching), None)
+
+
+def _with_flags(family: Family, traits: Traits) -> Traits:
+    """Traits of a family, with those of `traits` in which its models differ."""
+    return dataclasses.replace(family.traits, **{name: getattr(traits, name) for name in family.flags})
 
 
 def reason_without_hf_class(model: ModelConfig) -> tuple[str, str]:
@@ -150,6 +159,11 @@ def weight_rows(model: ModelConfig) -> tuple[WeightRow, ...]:
 
     A model without a class in transformers also has rows: it trains but is not exported.
     """
+    return tuple(row for row in stored_rows(model) if not row.is_buffer)
+
+
+def stored_rows(model: ModelConfig) -> tuple[WeightRow, ...]:
+    """Return a row for each parameter and each buffer that files contain; see `weight_rows`."""
     return family_called(model.model_type).rows(model, traits_of(model))
 
 
@@ -160,8 +174,8 @@ def differences(model: ModelConfig, theirs: Mapping[str, Any]) -> Iterator[tuple
         meaning = own_traits if field == "model_type" else lambda value: value
         if meaning(value) != meaning(getattr(model, field)):
             is_cut_otherwise = field in ("num_layers", "make_vocab_size_divisible_by")
-            other = weight_rows(dataclasses.replace(model, **{field: value}))
-            yield field, value, is_cut_otherwise or other != weight_rows(model)
+            other = stored_rows(dataclasses.replace(model, **{field: value}))
+            yield field, value, is_cut_otherwise or other != stored_rows(model)
 
 
 @lru_cache(maxsize=64)  # a search of layouts asks for the same models many times
@@ -216,7 +230,10 @@ def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
     }
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2):
+for _family in (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2),
+    *(DEEPSEEK_V3, GLM4_MOE),
+):
     register_family(_family)
 
 __all__ = [
@@ -224,6 +241,6 @@ __all__ = [
     "TRAIT_FIELDS", "UNUSED_ROTARY_BASE", "AttentionBackend", "ConfigReader", "Family", "HfAttention", "Kind",
     "ModelConfig", "StackedPart", "Traits", "TransformerImpl", "WeightRow", "attended_channels",
     "differences", "expert_layers", "family_called", "family_of", "layer_matrices", "own_traits",
-    "read_config", "reason_without_hf_class", "register_family", "stacked_part",
+    "read_config", "reason_without_hf_class", "register_family", "stacked_part", "stored_rows",
     "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
 ]  # fmt: skip

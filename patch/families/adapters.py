@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 from patch.errors import ConfigError, nearest, shown
-from patch.families import ConfigReader, weight_rows
+from patch.families import ConfigReader, stored_rows, weight_rows
 from patch.families.shape import ModelConfig
 from patch.families.weights import MLP_PARTS, HFTensor, Kind, WeightRow
 from patch.flag_field import flag
@@ -154,7 +154,7 @@ def hf_tensors(model: ModelConfig, adapter: AdapterConfig | None = None) -> list
     """Return every tensor that a Hugging Face folder of this model, or of its adapters, must contain."""
     tensors = {
         name.replace("*", str(layer)).replace("#", str(expert)): shape
-        for row in (weight_rows(model) if adapter is None else adapter_rows(model, adapter))
+        for row in (stored_rows(model) if adapter is None else adapter_rows(model, adapter))
         for layer in row.layers
         for expert in range(row.num_experts)
         for name, shape in row.hf.items()

@@ -1,18 +1,19 @@
-"""DeepSeek-V2 and V2-Lite: latent attention, grouped and shared experts, dense first layers.
+"""DeepSeek-V2, V3 and their relatives: latent attention, grouped and shared experts, dense first layers.
 
-Sources: arXiv:2405.04434; the config.json that DeepSeek publishes with each model on Hugging Face.
+Sources: arXiv:2405.04434, arXiv:2412.19437; the config.json that is published with each model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from patch.families.config_json import ConfigReader
 from patch.families.experts import ExpertsFamily, rows_named
 from patch.families.layers import expert_layers
-from patch.families.shape import ModelConfig, Traits, preset
+from patch.families.shape import ModelConfig, RouterScore, Traits, preset
 
 _LATENT_KEYS = {
     "kv_lora_rank": "kv_lora_rank",
@@ -22,15 +23,95 @@ _LATENT_KEYS = {
 }
 _GROUPS = {"moe_router_num_groups": "n_group", "moe_router_group_topk": "topk_group"}
 _METHODS = {False: "greedy", True: "group_limited_greedy"}
-"""Whether experts are grouped -> `topk_method`."""
+"""Whether experts of DeepSeek-V2 are grouped -> `topk_method`."""
 
 
-class _DeepSeek(ExpertsFamily):
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekExperts(ExpertsFamily):
+    """A family with DeepSeek's experts; with sigmoid scores the router is that of DeepSeek-V3."""
+
+    score: RouterScore = "sigmoid"
+
+    def read_config(self, config: ConfigReader) -> dict[str, Any]:
+        """Return ModelConfig's fields; see Family."""
+        shared, factor = config.integer("n_shared_experts"), config.number("routed_scaling_factor")
+        if shared < 1:
+            config.refuse("n_shared_experts", shared, "at least 1")
+        _check_quantization(config)
+        fields = super().read_config(config)
+        of_v3 = {"moe_router_pre_softmax": False} if self.score == "sigmoid" else {}
+        if of_v3 and fields["moe_router_topk"] == 1:
+            expected = "at least 2: the weight of a single expert is always 1"
+            config.refuse("num_experts_per_tok", 1, expected)
+        return {
+            **fields,
+            **of_v3,
+            **self._groups(config),
+            "moe_router_score_function": self.score,
+            "moe_router_enable_expert_bias": self.score == "sigmoid",
+            "moe_shared_expert_intermediate_size": shared * fields["moe_ffn_hidden_size"],
+            "moe_router_topk_scaling_factor": None if factor == 1 else factor,
+        }
+
+    def _groups(self, config: ConfigReader) -> dict[str, int]:
+        """Fields of expert groups; a rule checks the numbers."""
+        if self.score == "sigmoid":
+            is_grouped = config.integer("n_group") > 1
+        else:
+            method = config.values["topk_method"]
+            if method not in _METHODS.values():
+                config.refuse("topk_method", method, " or ".join(_METHODS.values()))
+            is_grouped = method == _METHODS[True]
+        return {name: config.integer(key) for name, key in _GROUPS.items()} if is_grouped else {}
+
+    def _expert_layers(self, config: ConfigReader, num_layers: int) -> list[int]:
+        first = config.integer("first_k_dense_replace")
+        if not 0 <= first < num_layers:
+            config.refuse("first_k_dense_replace", first, f"0 to {num_layers - 1}: some layer has experts")
+        return list(range(first, num_layers))
+
+    def computes(self, model: ModelConfig) -> bool:
+        """Return whether the class in transformers computes a model with these experts."""
+        with_experts, shared = expert_layers(model), model.moe_shared_expert_intermediate_size
+        is_sigmoid = self.score == "sigmoid"
+        return bool(
+            with_experts
+            and len(with_experts) == model.num_layers - with_experts[0]
+            and with_experts[-1] == model.num_layers - 1
+            and shared
+            and shared % model.expert_width == 0
+            and not model.moe_shared_expert_gate
+            and model.moe_router_score_function == self.score
+            and model.moe_router_enable_expert_bias is is_sigmoid
+            and (model.moe_router_topk > 1 if is_sigmoid else model.moe_router_pre_softmax)
+        )
+
+    def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
+        """Set the keys of config.json that depend on some fields of the model; see Family."""
+        super().write_shape(described, model, fields)
+        if fields & {"moe_shared_expert_intermediate_size", "moe_ffn_hidden_size"}:
+            shared = model.moe_shared_expert_intermediate_size or 0
+            described["n_shared_experts"] = shared // model.expert_width
+        if "moe_router_topk_scaling_factor" in fields:
+            described["routed_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
+        if fields & _GROUPS.keys():
+            described |= {key: getattr(model, name) or 1 for name, key in _GROUPS.items()}
+            if self.score == "softmax":
+                described["topk_method"] = _METHODS[model.moe_router_group_topk is not None]
+        if self.score == "sigmoid":
+            described["norm_topk_prob"] = True
+
+    def _write_layers(self, described: dict[str, Any], dense: list[int]) -> None:
+        described["first_k_dense_replace"] = len(dense)
+
+
+class _DeepSeek(DeepSeekExperts):
+    """DeepSeek's experts after latent attention."""
+
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         sizes = {name: config.integer(key) for name, key in _LATENT_KEYS.items()}
         query = config.values["q_lora_rank"]
-        shared = config.integer("n_shared_experts")
-        all_sizes = {_LATENT_KEYS[name]: size for name, size in sizes.items()} | {"n_shared_experts": shared}
+        all_sizes = {_LATENT_KEYS[name]: size for name, size in sizes.items()}
         if query is not None:
             all_sizes["q_lora_rank"] = config.integer("q_lora_rank")
         for key, size in all_sizes.items():
@@ -45,39 +126,12 @@ class _DeepSeek(ExpertsFamily):
         fields = super().read_config(ConfigReader(config.file, {**config.values, **head}))
         if fields.get("rope_scaling_type", "yarn") != "yarn":
             config.refuse("rope_type", fields["rope_scaling_type"], "default or yarn")
-        factor = config.number("routed_scaling_factor")
-        return {
-            **fields,
-            **sizes,
-            **_mscales(config, fields),
-            **_groups(config),
-            "q_lora_rank": query,
-            "moe_shared_expert_intermediate_size": shared * fields["moe_ffn_hidden_size"],
-            "moe_router_topk_scaling_factor": None if factor == 1 else factor,
-        }
-
-    def _expert_layers(self, config: ConfigReader, num_layers: int) -> list[int]:
-        first = config.integer("first_k_dense_replace")
-        if not 0 <= first < num_layers:
-            config.refuse("first_k_dense_replace", first, f"0 to {num_layers - 1}: some layer has experts")
-        return list(range(first, num_layers))
+        return {**fields, **sizes, **_mscales(config, fields), "q_lora_rank": query}
 
     def computes(self, model: ModelConfig) -> bool:
-        with_experts, shared = expert_layers(model), model.moe_shared_expert_intermediate_size
         is_other = model.use_rope_scaling and model.rope_scaling_type != "yarn"
-        return bool(
-            model.kv_lora_rank
-            and with_experts
-            and len(with_experts) == model.num_layers - with_experts[0]
-            and with_experts[-1] == model.num_layers - 1
-            and shared
-            and shared % model.expert_width == 0
-            and not model.moe_shared_expert_gate
-            and model.moe_router_pre_softmax
-            and model.moe_router_score_function == "softmax"
-            and model.num_query_groups == model.num_attention_heads
-            and not is_other
-        )
+        is_latent = model.is_latent and model.num_query_groups == model.num_attention_heads
+        return is_latent and not is_other and super().computes(model)
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         head = {"head_dim": model.qk_pos_emb_head_dim} if "head_dim" in described else {}
@@ -86,25 +140,40 @@ class _DeepSeek(ExpertsFamily):
         described |= head
         sizes = {**_LATENT_KEYS, "q_lora_rank": "q_lora_rank"}
         described |= {key: getattr(model, name) for name, key in sizes.items() if name in fields}
-        if fields & {"moe_shared_expert_intermediate_size", "moe_ffn_hidden_size"}:
-            shared = model.moe_shared_expert_intermediate_size or 0
-            described["n_shared_experts"] = shared // model.expert_width
-        if "moe_router_topk_scaling_factor" in fields:
-            described["routed_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
-        if fields & _GROUPS.keys():
-            described |= {key: getattr(model, name) or 1 for name, key in _GROUPS.items()}
-            described["topk_method"] = _METHODS[model.moe_router_group_topk is not None]
-
-    def _write_layers(self, described: dict[str, Any], dense: list[int]) -> None:
-        described["first_k_dense_replace"] = len(dense)
 
 
-def _groups(config: ConfigReader) -> dict[str, int]:
-    """Fields of expert groups; a rule checks the numbers."""
-    method = config.values["topk_method"]
-    if method not in _METHODS.values():
-        config.refuse("topk_method", method, " or ".join(_METHODS.values()))
-    return {} if method == _METHODS[False] else {name: config.integer(key) for name, key in _GROUPS.items()}
+_WHOLE_ROPE = {"partial_rotary_factor": 1.0}
+_GLM_FLAGS = {"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"}
+
+
+class _Glm(DeepSeekExperts):
+    """DeepSeek's experts after attention of grouped heads, which may have biases and norms."""
+
+    def read_config(self, config: ConfigReader) -> dict[str, Any]:
+        rope = config.values.get("rope_parameters") or {}
+        share = rope.get("partial_rotary_factor", config.number("partial_rotary_factor"))
+        if share != 1:
+            config.refuse("partial_rotary_factor", share, "1.0: RoPE of a part of a head is not supported")
+        flags = {name: config.boolean(key, False) for name, key in _GLM_FLAGS.items()}
+        return super().read_config(config) | flags
+
+    def computes(self, model: ModelConfig) -> bool:
+        return not model.is_latent and super().computes(model)
+
+    def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
+        super().write_shape(described, model, fields)
+        described |= {key: getattr(model, name) for name, key in _GLM_FLAGS.items() if name in fields}
+        described |= _WHOLE_ROPE
+        if "rope_parameters" in described:
+            described["rope_parameters"] |= _WHOLE_ROPE
+
+
+def _check_quantization(config: ConfigReader) -> None:
+    """Refuse weights in other numbers than fp8 with a scale for each block of 128 x 128, which are read."""
+    how = config.values.get("quantization_config") or {}
+    kind = [how.get(key) for key in ("quant_method", "weight_block_size")] if isinstance(how, dict) else []
+    if how and kind != ["fp8", [128, 128]]:
+        config.refuse("quantization_config", how, "none, or fp8 with a weight_block_size of [128, 128]")
 
 
 def _mscales(config: ConfigReader, fields: dict[str, Any]) -> dict[str, float | None]:
@@ -120,33 +189,87 @@ def _mscales(config: ConfigReader, fields: dict[str, Any]) -> dict[str, float | 
 
 def _shape(layers: int, hidden: int, ffn: int, heads: int, experts: int, width: int, **own: Any) -> Any:
     return preset(
-        layers, hidden, ffn, heads, kv_channels=192, vocab_size=102400, norm_epsilon=1e-6,
-        max_position_embeddings=163840, rotary_base=1e4, untie_embeddings_and_output_weights=True,
-        use_rope_scaling=True, rope_scaling_type="yarn", rope_scaling_factor=40.0,
-        rope_original_max_position=4096, mscale=0.707, mscale_all_dim=0.707, kv_lora_rank=512,
-        qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, num_experts=experts, moe_router_topk=6,
-        moe_ffn_hidden_size=width, moe_shared_expert_intermediate_size=2 * width,
-        moe_layer_freq=f"[0]*1+[1]*{layers - 1}", moe_router_pre_softmax=True, **own,
+        layers, hidden, ffn, heads, **{
+            "kv_channels": 192, "vocab_size": 102400, "norm_epsilon": 1e-6, "max_position_embeddings": 163840,
+            "rotary_base": 1e4, "untie_embeddings_and_output_weights": True, "kv_lora_rank": 512,
+            "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "num_experts": experts,
+            "moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": 2 * width,
+            "moe_layer_freq": f"[0]*1+[1]*{layers - 1}", **own,
+        },
     )  # fmt: skip
 
+
+def _yarn(factor: float, mscale: float, **own: Any) -> dict[str, Any]:
+    return {
+        "use_rope_scaling": True, "rope_scaling_type": "yarn", "rope_scaling_factor": factor,
+        "rope_original_max_position": 4096, "mscale": mscale, "mscale_all_dim": mscale, **own,
+    }  # fmt: skip
+
+
+_V2: dict[str, Any] = {**_yarn(40.0, 0.707), "moe_router_topk": 6, "moe_router_pre_softmax": True}
+V3_ROUTER: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+"""Fields that all models with DeepSeek-V3's router share."""
+_V3: dict[str, Any] = {**V3_ROUTER, "moe_router_topk": 8, "q_lora_rank": 1536}
+
+EXPERT_KEYS = {
+    "num_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+_ROWS = partial(rows_named, {"mlp.shared_expert.": "mlp.shared_experts."})
 
 DEEPSEEK_V2 = _DeepSeek(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     traits=Traits(),
     type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
-    rows=partial(rows_named, {"mlp.shared_expert.": "mlp.shared_experts."}),
-    expert_keys={
-        "num_experts": "n_routed_experts",
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_ffn_hidden_size": "moe_intermediate_size",
-    },
+    rows=_ROWS,
+    expert_keys=EXPERT_KEYS,
     own_of_router=frozenset({"logits", "weights", "unsorted"}),
+    has_polar_rope=True,
+    score="softmax",
     presets={
-        "deepseek-v2-lite": _shape(27, 2048, 10944, 16, 64, 1408),
+        "deepseek-v2-lite": _shape(27, 2048, 10944, 16, 64, 1408, **_V2),
         "deepseek-v2": _shape(
-            60, 5120, 12288, 128, 160, 1536, q_lora_rank=1536, moe_router_num_groups=8,
+            60, 5120, 12288, 128, 160, 1536, **_V2, q_lora_rank=1536, moe_router_num_groups=8,
             moe_router_group_topk=3, moe_router_topk_scaling_factor=16.0,
         ),
     },
+)  # fmt: skip
+
+DEEPSEEK_V3 = _DeepSeek(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    traits=Traits(),
+    type_keys=lambda model: {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    rows=_ROWS,
+    expert_keys=EXPERT_KEYS,
+    own_of_router=frozenset({"logits", "weights", "unsorted"}),
+    presets={
+        "moonlight-16B-A3B": _shape(
+            27, 2048, 11264, 16, 64, 1408, **V3_ROUTER, vocab_size=163840, norm_epsilon=1e-5,
+            max_position_embeddings=8192, rotary_base=5e4, moe_router_topk=6,
+            moe_router_topk_scaling_factor=2.446,
+        ),
+        "deepseek-v3": _shape(
+            61, 7168, 18432, 128, 256, 2048, **_V3, **_yarn(40.0, 1.0), vocab_size=129280,
+            moe_layer_freq="[0]*3+[1]*58", moe_shared_expert_intermediate_size=2048,
+            moe_router_num_groups=8, moe_router_group_topk=4, moe_router_topk_scaling_factor=2.5,
+        ),
+        "kimi-k2": _shape(
+            61, 7168, 18432, 64, 384, 2048, **_V3, **_yarn(32.0, 1.0, yarn_beta_fast=1.0),
+            vocab_size=163840, max_position_embeddings=131072, rotary_base=5e4,
+            moe_shared_expert_intermediate_size=2048, moe_router_topk_scaling_factor=2.827,
+        ),
+    },
+)  # fmt: skip
+
+GLM4_MOE = _Glm(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    traits=Traits(),
+    flags=frozenset(_GLM_FLAGS),
+    rows=_ROWS,
+    expert_keys=EXPERT_KEYS,
+    own_of_router=frozenset({"logits", "weights", "unsorted"}),
 )  # fmt: skip

@@ -46,6 +46,10 @@ class Family:
     own_of_router: Set[str] = frozenset()
     """Router traits of the class in transformers: float32 "logits", float32 "weights" in a 16-bit model,
     "unsorted" choices."""
+    flags: Set[str] = frozenset()
+    """TRAIT_FIELDS in which models of the family differ."""
+    has_polar_rope: bool = False
+    """Whether the class in transformers rotates heads as complex float32 numbers."""
     rows: Callable[[ModelConfig, Traits], tuple[WeightRow, ...]] = dense_rows
     """Weight table of a model with these traits."""
 

@@ -139,6 +139,9 @@ class ModelConfig:
         "number of expert groups for group-limited routing; 0: no groups", none=0
     )
     moe_router_group_topk: int | None = flag("groups that a token visits; 0: all", none=0)
+    moe_router_enable_expert_bias: bool = flag(
+        "choose experts by sigmoid score plus a bias that follows their load (DeepSeek-V3)", False
+    )
     untie_embeddings_and_output_weights: bool = flag("give the output layer its own weight", False)
     init_method_std: float = flag("standard deviation of random initial weights", 0.008, at_least=0)
     init_method_xavier_uniform: bool = flag(

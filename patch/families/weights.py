@@ -21,6 +21,9 @@ TIED_OUTPUT = "output_layer.weight"
 OUTPUT = "lm_head.weight"
 """Output layer in transformers; a folder with tied embeddings may also contain it."""
 
+BUFFERS = (".router.expert_bias",)
+"""Ends of the names of buffers, which are no parameters, but which files contain."""
+
 Part = Literal["embedding", "attention", "norm", "mlp", "router", "shared expert", "expert", "head"]
 """Part of a model that a parameter belongs to."""
 MLP_PARTS: tuple[Part, ...] = ("mlp", "shared expert", "expert")
@@ -83,6 +86,8 @@ class WeightRow(NamedTuple):
     """Numbers of the layers that have it; only 0 for a parameter outside of layers."""
     num_experts: int = 1
     """Copies per layer: one for each expert. `hf` has the tensors of one expert."""
+    is_buffer: bool = False
+    """Whether it is a float32 buffer that no optimizer trains, and no parameter."""
 
     @property
     def is_per_layer(self) -> bool:
@@ -231,6 +236,9 @@ def _experts(row: _LayerRow, model: ModelConfig, traits: Traits) -> list[WeightR
             **own,
         ),
     ]  # fmt: skip
+    if model.moe_router_enable_expert_bias:
+        bias = {"mlp.gate.e_score_correction_bias": (number,)}
+        rows.insert(1, row("mlp.router.expert_bias", "router", Kind.REPLICATED, bias, is_buffer=True))
     if shared:
         rows += _mlp(row, "mlp.shared_experts", "mlp.shared_expert", "shared expert", shared, model, traits)
         if model.moe_shared_expert_gate:

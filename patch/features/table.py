@@ -107,6 +107,7 @@ EXPERT_PARALLEL = Feature("EP", "expert_model_parallel_size", "1", condition=_ha
 TP_OF_EXPERTS = Feature("TP with experts", "tensor_model_parallel_size", "1", condition=_has_experts,
                         proven="one gpu")
 CAPACITY = Feature("expert capacity", "moe_expert_capacity_factor", "0", condition=_has_experts)
+EXPERT_BIAS = Feature("biases of the experts' choice", "moe_router_enable_expert_bias", "false")
 LATENTS = Feature("latent attention", "kv_lora_rank", "0", choice="shape", proven="one gpu")
 QKV_BIAS = Feature("biases of q, k and v", "add_qkv_bias", "false", proven="one gpu")
 QK_NORM = Feature("norms of heads", "qk_layernorm", "false", proven="one gpu")

@@ -92,9 +92,9 @@ class LlamaModel(LanguageModule):
         self.activation_offload, self.step_weights = builder.saved, builder.step_weights
         follow_offloaded(self.decoder.layers)
         if traits.has_rope:
-            is_polar = "rope" in builder.aligned and model.is_latent
+            zigzag, is_polar = Zigzag.of(groups.cp), builder.is_polar
             self.rotary_pos_emb = RotaryTable(
-                inverse_frequencies(model), attention_factor(model), Zigzag.of(groups.cp), is_polar=is_polar
+                inverse_frequencies(model), attention_factor(model), zigzag, is_polar=is_polar
             )
             own_positions = partial(give_own_positions, table=self.rotary_pos_emb)
             self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)

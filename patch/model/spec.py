@@ -38,7 +38,11 @@ from patch.model.activation_layers import StageOffload, layer_kinds
 from patch.model.attention.alibi import AlibiAttention
 from patch.model.attention.context_parallel import ContextParallelAttention
 from patch.model.attention.core_attention import CausalAttention
-from patch.model.attention.latent_attention import AlignedLatentAttention, LatentAttention
+from patch.model.attention.latent_attention import (
+    AlignedLatentAttention,
+    LatentAttention,
+    PolarLatentAttention,
+)
 from patch.model.attention.rotary_attention import RotaryAttention
 from patch.model.experts.layer import experts_spec
 from patch.model.fp8.product import Fp8Product, StepWeights
@@ -158,8 +162,11 @@ class LayerSpecBuilder:
 
     def _latent_attention(self, number: int) -> ModuleSpec:
         column = self._linear(Column, number)
+        kind = AlignedLatentAttention if "rope" in self.aligned else LatentAttention
+        if self.is_polar:
+            kind = PolarLatentAttention
         return ModuleSpec(
-            module=AlignedLatentAttention if "rope" in self.aligned else LatentAttention,
+            module=kind,
             params={"attn_mask_type": AttnMaskType.causal, "is_fused": self.backends.is_fused},
             submodules=MLASelfAttentionSubmodules(
                 linear_q_proj=column,
@@ -237,6 +244,12 @@ class LayerSpecBuilder:
     def _activation(self, *, notes_amax: bool = False) -> Activation:
         function, is_fused = self.upstream.activation_func, self.backends.is_fused
         return activation_of(self.traits, function, is_fused=is_fused, notes_amax=notes_amax)
+
+    @property
+    def is_polar(self) -> bool:
+        """Whether RoPE multiplies complex numbers, as transformers does for DeepSeek-V2."""
+        family = family_of(self.model) if "rope" in self.aligned else None
+        return family is not None and family.has_polar_rope
 
     @property
     def norm(self) -> type[torch.nn.Module]:

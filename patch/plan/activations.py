@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Recompute
-from patch.families import Kind, WeightRow, attended_channels, traits_of, widths
+from patch.families import Kind, ModelConfig, WeightRow, attended_channels, traits_of, widths
 from patch.families.adapters import adapters_of, are_experts_single
 from patch.layout import chunk_length
 from patch.layout.pipeline_stages import stage_activations
@@ -290,10 +290,23 @@ def saved_bytes(config: RunConfig, *, cuda: bool) -> dict[str, float]:
         "attention_result": result,
         "mlp_norm": norm,
         "mlp_input": given,
+        "router": _router_bytes(model) / config.sp_size,
         "expert_input": inputs,
         "gate_up": 0.0 if is_chunked else size * mlp.out_features,
         "product": 0.0 if is_chunked else size * mlp.in_features - of_experts,
     }
+
+
+def _router_bytes(model: ModelConfig) -> int:
+    """Bytes of a token in a router: float32 scores, and numbers and weights of its choices, at EP 1."""
+    visits = model.moe_router_topk
+    if not model.num_experts:
+        return 0
+    if model.moe_router_score_function == "sigmoid":  # divided by their sum; groups keep a mask's number
+        return _FP32 * (model.num_experts + 8 * visits + 1 + (model.moe_router_num_groups is not None))
+    if model.moe_router_pre_softmax:
+        return _FP32 * (model.num_experts + 7 * visits)
+    return _FP32 * 8 * visits
 
 
 def _beside_adapters(

@@ -26,6 +26,9 @@ from patch.storage.places import AnyPath, any_path
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_json
 
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Keys of config.json for the number of layers that predict further tokens."""
+
 
 def has_hf_config(path: str | Path) -> bool:
     """Return whether the folder has a config.json."""
@@ -109,6 +112,13 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if found := _other_weights(Path(folder)) or (None if file.exists() else _original_form(Path(folder))):
         raise ConfigError(f"{folder}: {found}")
     return read_config(ConfigReader(file, _read_json(file)))
+
+
+def further_layers(folder: Path) -> int:
+    """Return how many layers after the model's last one predict further tokens (MTP), by config.json."""
+    described = _read_json(folder / "config.json") if has_hf_config(folder) else {}
+    numbers = (described.get(key) for key in MTP_KEYS)
+    return next((number for number in numbers if isinstance(number, int)), 0)
 
 
 def router_loss_at(folder: str | Path) -> tuple[float, str]:

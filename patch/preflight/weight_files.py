@@ -22,6 +22,7 @@ from patch.families.adapters import PEFT_PREFIX, AdapterConfig, hf_tensors
 from patch.families.weights import OUTPUT, HFTensor
 from patch.preflight.checkpoint_places import existing_checkpoint_root
 from patch.preflight.hub_names import weights_here
+from patch.preflight.model_of_folder import further_layers
 from patch.storage.names import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -40,6 +41,10 @@ _ADAPTER_CURE = ("give the model that it is an adapter of", "lora_load")
 """Advice on tensors that do not fit, and the field to change."""
 _DERIVED = "rotary_emb.inv_freq"
 """RoPE frequencies in old folders; they follow from config.json."""
+_FP8, _SCALE = "F8_E4M3", "_scale_inv"
+"""dtype of weights in 8 bits, and the end of the name of their scales (DeepSeek-V3)."""
+FP8_BLOCK = 128
+"""Rows and columns of a weight in 8 bits that share a scale."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -52,6 +57,16 @@ class TensorHeader(NamedTuple):
     dtype: str
     stacked: StackedPart | None = None
     """Place in a stacked tensor, or None if the tensor is stored under its own name."""
+    scales: TensorHeader | None = None
+    """Scales of a weight in 8 bits, which is read as BF16; None for other tensors."""
+
+
+_NO_HEADER = TensorHeader(Path(), "", (), "")
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the scales of a weight in 8 bits; the last block may be smaller."""
+    return tuple(-(-size // FP8_BLOCK) for size in shape)
 
 
 class WeightHeaders:
@@ -66,6 +81,8 @@ class WeightHeaders:
         self._cure, self._field = _ADAPTER_CURE if adapter else _MODEL_CURE
         self.tensors: list[HFTensor] = []
         """Tensors that a model needs; set by `check` after it has found them all."""
+        self.further: list[HFTensor] = []
+        """Tensors of layers after the model's last, which predict further tokens (MTP); set by `check`."""
         self._headers: dict[str, TensorHeader] = {}
         for path in [_adapter_file(folder)] if adapter else _weight_files(folder):
             found = self._read(path)
@@ -91,11 +108,14 @@ class WeightHeaders:
         """Return the file that contains a tensor."""
         return self._headers[name].path
 
-    def check(self, expected: list[HFTensor], *, unused: frozenset[str] = frozenset()) -> None:
+    def check(
+        self, expected: list[HFTensor], *, unused: frozenset[str] = frozenset(), further: range = range(0)
+    ) -> None:
         """Compare names, shapes and dtypes with the tensors that a model needs; reads headers only.
 
         Args:
             unused: tensors that are allowed but not needed.
+            further: numbers of layers after the model's last, whose tensors become `further`.
         Raises:
             ConversionError: a tensor is missing, unexpected, of another shape or of an unreadable dtype.
         """
@@ -106,7 +126,16 @@ class WeightHeaders:
             if (stacked := stacked_part(tensor.name)) and tensor.name not in self._headers:
                 used |= self._take(tensor, stacked)
             self._check_tensor(tensor)
-        known = {tensor.name for tensor in expected} | unused | used
+        layers = tuple(f"model.layers.{number}." for number in further)
+        self.further = [
+            HFTensor(name, header.shape)
+            for name, header in sorted(self._headers.items())
+            if name.startswith(layers) and not name.endswith(_SCALE)
+        ]
+        for tensor in self.further:
+            self._check_tensor(tensor)
+        known = {tensor.name for tensor in [*expected, *self.further]} | unused | used
+        known |= {name + _SCALE for name in known if self._headers.get(name, _NO_HEADER).scales}
         extra = [name for name in self._headers if name not in known and not name.endswith(_DERIVED)]
         if extra:
             header = self._headers[extra[0]]
@@ -140,6 +169,9 @@ class WeightHeaders:
                 f"searched{nearest(tensor.name, sorted(self._headers))}"
             )
         header = self._headers[tensor.name]
+        scales = self._headers.get(tensor.name + _SCALE)
+        if header.dtype == _FP8 and scales and scales.shape == scales_shape(header.shape):
+            header = self._headers[tensor.name] = header._replace(dtype="BF16", scales=scales)
         if header.shape != tensor.shape:
             raise ConversionError(
                 f"{tensor.name} in {header.path} has shape {header.shape}, the model expects "
@@ -176,7 +208,9 @@ def check_start(config: RunConfig) -> None:
 def check_headers(source: WeightHeaders, model: ModelConfig) -> None:
     """Check that a folder has the tensors of a model; raises a ConversionError."""
     tied = not model.untie_embeddings_and_output_weights
-    source.check(hf_tensors(model), unused=frozenset({OUTPUT} if tied else ()))
+    last = model.num_layers + further_layers(source.folder)
+    unused = frozenset({OUTPUT} if tied else ())
+    source.check(hf_tensors(model), unused=unused, further=range(model.num_layers, last))
 
 
 def check_adapter(source: WeightHeaders, model: ModelConfig, adapter: AdapterConfig) -> None:

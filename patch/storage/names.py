@@ -57,6 +57,8 @@ STOP_FILE = "STOP"
 # In a folder of checkpoints.
 RELEASE = "release"
 """Tracker content and folder name of weights without a training state."""
+MTP_FILE = "kept_mtp.safetensors"
+"""Weights of a converted folder that predict further tokens and do not train."""
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST_TRACKER = "best_checkpointed_iteration.txt"
 _MOST_TRACKER_BYTES = 1 << 16

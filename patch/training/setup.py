@@ -200,7 +200,7 @@ def _matrices(
     experts, found = ExpertRanks.of(groups, config.model), {}
     adapter = config.adapter if config.adapter.is_on else None
     for each in mapped_parameters(stages, config.model, groups.tp.size(), experts, adapter):
-        if each.owner.ndim == 2:
+        if isinstance(each.owner, torch.nn.Parameter) and each.owner.ndim == 2:
             group = groups.expt_tp if "#" in each.name else groups.tp
             shard = TPShard(group.rank(), group.size())
             found[each.owner] = Matrix(

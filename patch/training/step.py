@@ -23,7 +23,7 @@ from patch.data import Batch
 from patch.distributed.async_collectives import WaitClock, read_values, start_all_reduce
 from patch.distributed.context_group import Zigzag
 from patch.model import LlamaModel, PackedSequences, unchanged_weights
-from patch.model.experts.layer import routers_of
+from patch.model.experts.layer import routers_of, update_expert_biases
 from patch.optimizer import ParamGroup, learning_rate
 from patch.training.guards.non_finite import handle_non_finite
 from patch.training.guards.phases import Phase
@@ -112,6 +112,8 @@ def train_step(run: Run, iteration: int, before_change: Callable[[], None] = lam
         handle_non_finite(run, work, losses, outcome.grad_norm, repeat)
     else:
         run.num_skips = 0
+    if not outcome.is_skipped:
+        update_expert_biases(run.stages)
     run.data.upcoming = with_counts(run, iteration + 1, following, following_counts)
     optimizer.placement.record_memory("train")
     return StepResult(

@@ -112,8 +112,31 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2, "routed_scaling_factor": 4.0,
         },
     ),
+    "moonlight": (
+        "DeepseekV3",
+        {
+            **_DEEPSEEK, "q_lora_rank": None, "num_hidden_layers": 3, "first_k_dense_replace": 1,
+            "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "num_mtp_layers": 0,
+            "rope_parameters": _plain_rope(5e4),
+        },
+    ),
+    "glm-4.5": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
+            "attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0,
+            "rope_parameters": _plain_rope(1e6) | {"partial_rotary_factor": 1.0},
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **_DEEPSEEK, "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0,
+            "n_shared_experts": 1, "num_mtp_layers": 0,
+        },
+    ),
 }  # fmt: skip
-"""Families with experts. In two of them the first layer has none."""
+"""Families with experts. In three of them the first layer has none."""
 OTHERS = {"arcee": ("Arcee", {"rope_parameters": _plain_rope(1e4)})}
 """A family that the project does not know, for tests that register it."""
 
@@ -124,6 +147,8 @@ def spell_as_4(folder: Path) -> None:
     described = json.loads(path.read_text())
     if rope := described.pop("rope_parameters", None):
         described["rope_theta"] = rope.pop("rope_theta")
+        if (share := rope.pop("partial_rotary_factor", None)) is not None:
+            described["partial_rotary_factor"] = share
         described["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     described["torch_dtype"] = described.pop("dtype")
     if described["model_type"] == "qwen3_moe":
@@ -156,6 +181,9 @@ def family_model(
                 parameter.uniform_(0.5, 1.5)
             elif parameter_name.endswith("bias"):
                 parameter.normal_(0.0, 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.05)
     model = model.to(dtype or torch.float32)
     if folder is not None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)

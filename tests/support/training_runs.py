@@ -247,6 +247,8 @@ def hf_gradients(stages: list[LlamaModel], config: RunConfig) -> dict[str, torch
         parameter.data = parameter.grad
     found = {}
     for weight in mapped_parameters(stages, config.model, tp_size=1, adapter=adapter):
+        if weight.mapping.is_buffer:
+            continue
         tensors = weight.mapping.megatron_to_hf([weight.parameter])
         found |= {tensor.name: value for tensor, value in zip(weight.mapping.hf, tensors, strict=True)}
     for parameter, weight in zip(parameters, weights, strict=True):

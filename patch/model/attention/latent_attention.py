@@ -103,7 +103,7 @@ def _multiply(layer: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 class AlignedLatentAttention(LatentAttention):
-    """LatentAttention in Hugging Face's order of operations: heads are rotated as complex float32 numbers."""
+    """LatentAttention in Hugging Face's order of operations."""
 
     def _prepare(self, layer: Any) -> None:
         layer.product = HFLinear()
@@ -118,6 +118,18 @@ class AlignedLatentAttention(LatentAttention):
             return layer.product.multiply(rows, layer.weight, None).transpose(0, 1)
 
         return multiply
+
+    def _turn(self, heads: torch.Tensor) -> torch.Tensor:
+        assert self._table is not None, "called by forward only"
+        cos, sin = self._table.to(heads.dtype).permute(0, 2, 3, 1, 4)
+        pairs = heads.permute(1, 2, 0, 3)
+        first, second = pairs[..., 0::2], pairs[..., 1::2]
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned.permute(2, 0, 1, 3)
+
+
+class PolarLatentAttention(AlignedLatentAttention):
+    """AlignedLatentAttention whose heads are rotated as complex float32 numbers (DeepSeek-V2)."""
 
     def _turn(self, heads: torch.Tensor) -> torch.Tensor:
         assert self._table is not None, "called by forward only"

@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from patch.compat.torch_internals import own_parameters
 from patch.model.experts.grouped import (
     MOST_SINGLE,
     SIZES,
@@ -47,14 +48,15 @@ EXTRA_STATS = ("dropped", "aux_loss", "z_loss")
 
 
 class GroupLimitedTopK:
-    """DeepSeek-V2's choice of expert groups (arXiv:2405.04434, 2.2.3), as a router replay of megatron-core.
+    """DeepSeek's choice of expert groups, as a router replay of megatron-core.
 
-    A token uses experts of the groups with the largest maximum score. megatron-core has DeepSeek-V3's rule:
-    the sum of a group's largest scores (moe_utils.py:515-560).
+    A token uses experts of the groups whose `best` largest scores have the largest sum: one in DeepSeek-V2
+    (arXiv:2405.04434, 2.2.3), two in DeepSeek-V3. megatron-core sums top-k / groups scores, which is two in
+    DeepSeek-V3's own sizes alone (moe_utils.py:515-560).
     """
 
-    def __init__(self, *, is_sorted: bool = True) -> None:
-        self._is_sorted = is_sorted
+    def __init__(self, *, best: int = 1, is_sorted: bool = True) -> None:
+        self._best, self._is_sorted = best, is_sorted
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int, *unused: Any
@@ -63,7 +65,7 @@ class GroupLimitedTopK:
         if num_groups is None:
             return scores.topk(topk, sorted=self._is_sorted)
         of_groups = scores.unflatten(1, (num_groups, -1))
-        chosen = of_groups.amax(-1).topk(group_topk).indices
+        chosen = of_groups.detach().topk(self._best).values.sum(-1).topk(group_topk).indices
         others = torch.ones_like(of_groups[..., 0], dtype=torch.bool).scatter_(1, chosen, False)
         return (
             of_groups.masked_fill(others[..., None], float("-inf"))
@@ -97,7 +99,7 @@ class Router(TopKRouter):
         super().__init__(config, pg_collection)
         self._share = share
         if config.moe_router_group_topk:
-            self.router_replay = GroupLimitedTopK()
+            self.router_replay = GroupLimitedTopK(best=best_of_group(config.moe_router_score_function))
         counts = torch.zeros(config.num_moe_experts + len(EXTRA_STATS), dtype=torch.float64)
         self.register_buffer("counts", counts, persistent=False)
         """In a step: the tokens that this rank sent to each expert. Then EXTRA_STATS: dropped choices, and
@@ -112,6 +114,9 @@ class Router(TopKRouter):
             self._note("dropped", len(choices) * self.topk - loads.sum())
         return weights, choices
 
+    def _apply_expert_bias(self, *unused: Any, **named: Any) -> None:
+        """Do nothing: `counts` has the loads, and `update_expert_biases` uses them."""
+
     def _apply_aux_loss(
         self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, **named: Any
     ) -> torch.Tensor:
@@ -123,9 +128,12 @@ class Router(TopKRouter):
         return super()._apply_seq_aux_loss(probs, scores, self._chosen(scores, routing_map), *sizes, **named)
 
     def _chosen(self, scores: torch.Tensor, without_groups: torch.Tensor) -> torch.Tensor:
-        """Return the choices [tokens, experts] before drops. megatron-core's losses ignore expert groups."""
+        """Return the choices [tokens, experts] before drops. megatron-core's losses ignore expert groups.
+
+        So does the loss of DeepSeek-V3, which also ignores the bias (arXiv:2412.19437, equation 18).
+        """
         groups, chosen = self.config.moe_router_num_groups, self.config.moe_router_group_topk
-        if not groups or not chosen:
+        if not groups or not chosen or self.score_function == "sigmoid":
             return without_groups
         indices = GroupLimitedTopK().get_replay_topk(scores, self.topk, groups, chosen)[1]
         return torch.zeros_like(without_groups).scatter_(1, indices, True)
@@ -159,6 +167,31 @@ class Router(TopKRouter):
 def routers_of(stages: Sequence[torch.nn.Module]) -> Iterator[Router]:
     """Return the routers of a rank's stages, layer by layer."""
     return (module for stage in stages for module in stage.modules() if isinstance(module, Router))
+
+
+def best_of_group(score_function: str) -> int:
+    """Return how many scores of a group decide about it: those of DeepSeek-V3 are sigmoids."""
+    return 2 if score_function == "sigmoid" else 1
+
+
+@torch.no_grad()
+def update_expert_biases(stages: Sequence[torch.nn.Module]) -> None:
+    """Move the biases of a rank's routers by the loads of the global batch (arXiv:2408.15664, algorithm 1).
+
+    Call it after an optimizer step; a collective over the ranks of a pipeline stage. The bias of an expert
+    below the mean load grows by --moe-router-bias-update-rate, that of one above it shrinks. Counts are
+    exact, so the bits do not depend on layout and micro-batch size. A frozen router keeps its bias.
+    """
+    # The weight may be sharded; its values are not read.
+    trained = (each for each in routers_of(stages) if own_parameters(each)["weight"].requires_grad)
+    routers = [each for each in trained if each.enable_expert_bias]
+    if not routers or not routers[0].config.moe_router_bias_update_rate:
+        return
+    loads = torch.stack([each.counts[: -len(EXTRA_STATS)] for each in routers])
+    torch.distributed.all_reduce(loads, group=routers[0].tp_dp_cp_group)
+    steps = torch.sign(loads.mean(-1, keepdim=True) - loads) * routers[0].config.moe_router_bias_update_rate
+    for router, step in zip(routers, steps, strict=True):
+        router.expert_bias += step.to(router.expert_bias.dtype)
 
 
 class ExpertsLayer(MoELayer):

@@ -18,21 +18,23 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 
-from patch.model.experts.layer import GroupLimitedTopK, Router
+from patch.model.experts.layer import GroupLimitedTopK, Router, best_of_group
 from patch.model.mlp import Activation, LayerPart
 
 
 class AlignedRouter(Router):
     """A router that returns the experts of each token and their weights, bitwise equal to transformers.
 
-    `is_normed` divides a token's weights by their sum. `own` is Family.own_of_router.
+    `is_normed` divides a token's softmax weights by their sum; sigmoid weights always are divided. `own` is
+    Family.own_of_router.
     """
 
     def __init__(self, *arguments: Any, is_normed: bool, own: Set[str], **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._is_normed, self._own = is_normed, own
         if "unsorted" in own:
-            self.router_replay = GroupLimitedTopK(is_sorted=False)
+            best = best_of_group(self.score_function)
+            self.router_replay = GroupLimitedTopK(best=best, is_sorted=False)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [S, B, experts] of tokens [B, S, H]."""
@@ -49,7 +51,7 @@ class AlignedRouter(Router):
         finally:
             self.router_replay = replay
         weights = scores.gather(1, choices.chosen)
-        if self._is_normed:
+        if self._is_normed and self.score_function == "softmax":
             weights = weights / weights.sum(dim=-1, keepdim=True)
         if "weights" not in self._own:
             weights = weights.to(self.weight.dtype)

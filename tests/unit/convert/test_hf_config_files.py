@@ -93,8 +93,9 @@ def test_spelling_of_transformers_5_gets_the_older_one_beside_it(tmp_path, name,
     added = {key: described[key] for key in described.keys() - before.keys()}
     rope = {}
     if scaling := dict(getattr(theirs, "rope_parameters", {})):
-        theta = scaling.pop("rope_theta")
-        rope = {"rope_theta": theta, "rope_scaling": None if scaling["rope_type"] == "default" else scaling}
+        theta, share = scaling.pop("rope_theta"), scaling.pop("partial_rotary_factor", None)
+        rope |= {"rope_theta": theta, "rope_scaling": None if scaling["rope_type"] == "default" else scaling}
+        rope |= {} if share is None else {"partial_rotary_factor": share}
     number = {"num_experts": 8} if name == "qwen-3-moe" else {}
     assert added == {**rope, "torch_dtype": "float32", **number}
     assert {key: described[key] for key in before} == before

@@ -28,8 +28,11 @@ from patch.preflight.model_of_folder import read_hf_config
 NAMES = {
     "llama": "llama-3", "mistral": "mistral-0.1", "qwen2": "qwen-2", "qwen3": "qwen-3", "bloom": "bloom",
     "mixtral": "mixtral", "qwen2_moe": "qwen-2-moe", "qwen3_moe": "qwen-3-moe",
-    "deepseek_v2": "deepseek-v2-lite",
+    "deepseek_v2": "deepseek-v2-lite", "deepseek_v3": "moonlight",
+    "glm4_moe": "glm-4.5",
 }  # fmt: skip
+OF_WEIGHTS = {"model_type", "dtype", "torch_dtype", "quantization_config"}
+"""Keys that name the family, or the numbers in which weights are stored."""
 VALUES = yaml.safe_load(Path(__file__).with_name("config_values.yaml").read_text())
 SHARED = (cache_utils, masking_utils, modeling_rope_utils, modeling_utils)
 """Code of all families that asks a configuration for keys that its class may not have."""
@@ -46,7 +49,7 @@ def used(model_type: str) -> dict[str, dict[str, Any]]:
     """Keys that are read, in whatever spelling, and what a file has for a second value."""
     rows = key_table()[model_type].items()
     keys = {key for key, row in rows if row == "used" or "means" in row or "default" in row}
-    return {key: changes_of(model_type, key) for key in sorted(keys - {"model_type", "dtype", "torch_dtype"})}
+    return {key: changes_of(model_type, key) for key in sorted(keys - OF_WEIGHTS)}
 
 
 def logits_of(folder: Path) -> torch.Tensor:

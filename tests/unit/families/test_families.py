@@ -1,6 +1,7 @@
 """Families against transformers: classes, layers, all weights; public sizes against what is published."""
 
 import dataclasses
+from pathlib import Path
 
 import hf_families
 import pytest
@@ -10,7 +11,15 @@ from safetensors import safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from patch.families import FAMILIES, PRESETS, ModelConfig, family_of, weight_rows
+from patch.families import (
+    FAMILIES,
+    PRESETS,
+    ConfigReader,
+    ModelConfig,
+    family_of,
+    read_config,
+    stored_rows,
+)
 from patch.plan.parameters import total_parameters
 
 
@@ -47,7 +56,7 @@ def test_weights_have_the_names_and_shapes_of_transformers_and_give_the_family(t
     model = hf_families.family_run(tmp_path).model
     ours = {
         tensor.replace("*", str(layer)).replace("#", str(expert)): shape
-        for row in weight_rows(model)
+        for row in stored_rows(model)
         for layer in row.layers
         for expert in range(row.num_experts)
         for tensor, shape in row.hf.items()
@@ -70,6 +79,7 @@ PUBLIC_BILLIONS = {
     "llama2-70B": 68.98, "llama1-7B": 6.74, "llama1-13B": 13.0, "llama1-30B": 32.5, "llama1-65B": 65.2,
     "8x7B": 46.7, "A2.7B": 14.3, "57B-A14B": 57.4, "30B-A3B": 30.5, "235B-A22B": 235.1,
     "deepseek-v2-lite": 15.7, "deepseek-v2": 235.7,
+    "moonlight-16B-A3B": 15.96, "deepseek-v3": 671.0, "kimi-k2": 1026.0,
 }  # fmt: skip
 
 
@@ -93,3 +103,48 @@ def test_llama3_presets_agree_with_metas_package():
         assert shape["vocab_size"] == theirs["vocab_size"]
         assert shape["norm_epsilon"] == theirs["norm_eps"]
         assert shape["rotary_base"] == theirs["rope_theta"]
+
+
+V3 = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_act": "silu",
+    "attention_bias": False, "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 1,
+    "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 1, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "scoring_func": "sigmoid", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}  # fmt: skip
+YARN = {
+    "type": "yarn", "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+PUBLISHED = {
+    "deepseek-v3": {
+        "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_routed_experts": 256,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 163840, "rope_theta": 10000, "rope_scaling": YARN, "vocab_size": 129280,
+        "num_nextn_predict_layers": 1,
+    },
+    "kimi-k2": {
+        "model_type": "kimi_k2", "n_routed_experts": 384, "num_attention_heads": 64,
+        "num_key_value_heads": 64, "routed_scaling_factor": 2.827, "max_position_embeddings": 131072,
+        "rope_theta": 50000.0, "rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+        "vocab_size": 163840, "num_nextn_predict_layers": 0,
+    },
+    "moonlight-16B-A3B": {
+        "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None,
+        "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 2.446, "max_position_embeddings": 8192, "rope_theta": 50000.0,
+        "rope_scaling": None, "vocab_size": 163840, "num_nextn_predict_layers": 0,
+        "quantization_config": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_presets_with_deepseek_v3s_router_are_the_published_config_json(size):
+    fields = read_config(ConfigReader(Path("config.json"), V3 | PUBLISHED[size]))
+    preset = ModelConfig(**PRESETS[size], seq_length=1)
+    assert {name: getattr(preset, name) for name in fields} == fields

@@ -74,6 +74,21 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
 }  # fmt: skip
 """By number of processes: what changes, and the settings to compare with none."""
 HEADS = ONE_SAMPLE | {"global_batch_size": 1, "num_attention_heads": 8}
+EXPERTS = {
+    "num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 48, "max_padding_length": 64,
+    "seq_length": 64,
+}  # fmt: skip
+V3 = {
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 48,
+}  # fmt: skip
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": EXPERTS,
+    "experts, softmax of all": EXPERTS | {"moe_router_pre_softmax": True},
+    "DeepSeek-V3": EXPERTS | LATENTS | V3,
+}
+"""Experts keep no product, so that AC=sel saves little."""
 LAYERS: dict[str, dict[str, Any]] = {
     "fp32": {"max_padding_length": 64, "seq_length": 64},
     "bf16, one sample": HEADS,
@@ -84,6 +99,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "chunks, bf16, one sample": IN_CHUNKS | HEADS,
     "latents": LATENTS | {"max_padding_length": 64, "seq_length": 64},
     "latents, bf16, one sample": LATENTS | HEADS | {"num_query_groups": 8},
+    **WITH_EXPERTS,
 }
 """Runs whose layers are measured one by one."""
 DEEP = {
@@ -245,7 +261,9 @@ def test_copies_back_start_when_the_layer_behind_begins(alone: dict) -> None:
 
 
 # torch's counter does not know products of 8-bit factors
-@pytest.mark.parametrize("case", [case for case in LAYERS if "fp8" not in case and "chunks" not in case])
+@pytest.mark.parametrize(
+    "case", [case for case in LAYERS if case not in WITH_EXPERTS and not case.startswith(("fp8", "chunks"))]
+)
 def test_selective_saves_much_and_does_no_product_again(alone: dict, case: str) -> None:
     """Recomputing fused attention, as upstream does by default, saved 0.1 % for an attention forward."""
     measured = alone["layers"][case]

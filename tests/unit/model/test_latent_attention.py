@@ -1,4 +1,4 @@
-"""DeepSeek-V2's attention and experts: steps against transformers.
+"""DeepSeek's attention and experts: steps against transformers.
 
 Layouts and packed rows against one process: training/test_covered_layouts.py.
 """
@@ -16,7 +16,7 @@ from training_runs import hf_gradients, seeded_batches, token_mean
 from patch.config.schema import RunConfig
 from patch.training.step import run_schedule
 
-NAMES = ("deepseek-v2-lite", "deepseek-v2")
+NAMES = ("deepseek-v2-lite", "deepseek-v2", "moonlight", "deepseek-v3", "glm-4.5")
 
 
 def our_step(config: RunConfig, folder: Path, iteration: int) -> tuple[torch.Tensor, float, dict[str, Any]]:

@@ -48,6 +48,7 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_shared_expert_intermediate_size": 80,
     "moe_shared_expert_gate": True, "moe_layer_freq": "[0]*1+[1]*3", "moe_aux_loss_coeff": 0.05,
     "moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 0.01,
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
 }  # fmt: skip
 EXPERT_CHAIN: Layouts = {
     "one": {},

@@ -15,6 +15,7 @@ from training_runs import SeededReader, build_seeded_run, digests, seeded_batche
 
 from patch.config.schema import RunConfig
 from patch.data import Batch
+from patch.distributed.context_group import Zigzag
 from patch.model.experts.layer import routers_of
 from patch.training.hooks.metrics import loads_of_experts
 from patch.training.step import StepResult, train_step
@@ -107,6 +108,69 @@ def test_losses_and_loads_do_not_depend_on_how_a_batch_is_divided() -> None:
 )
 def test_experts_and_ranks_without_tokens_train_as_one_process(adapters: dict[str, Any]) -> None:
     compared(HARD_LAYOUTS, "hard", **HARD, **adapters)
+
+
+V3 = {
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "num_experts": 8,
+    "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 3,
+    "moe_router_bias_update_rate": 0.01, "moe_aux_loss_coeff": 1e-4,
+}  # fmt: skip
+"""DeepSeek-V3's router; eight experts in four groups."""
+V3_LAYOUTS: dict[str, dict[str, Any]] = {
+    "": {"micro_batch_size": 8},
+    "recomputed": {"micro_batch_size": 2, "recompute_granularity": "full"},
+    "TP x EP": {**SP2, **EP2, "expert_tensor_parallel_size": 1, "micro_batch_size": 1},
+    "CP x EP x replicas": {"cp": 2, "dp": 2, "cp_comm_type": "a2a", **EP4, "micro_batch_size": 1},
+    "interleaved stages x EP": {"pp": 2, "stage": 1, "dp": 2, "micro_batch_size": 1, **EP2},
+}
+
+
+def biases(rank: int, world_size: int, changes: dict[str, Any]) -> dict[int, list[Any]]:
+    """By layer: the bias after each step, and the choices [experts] that this rank counts by itself."""
+    run = build_seeded_run(small_run(**SHAPE | V3 | changes))
+    run.data.train_reader = SeededReader(
+        run.config, run.groups.dp.rank(), Zigzag.of(run.groups.cp), batches=rows_of_step
+    )
+    found: dict[int, list[Any]] = {router.layer_number: [] for router in routers_of(run.stages)}
+    loads = {number: torch.zeros(8) for number in found}
+
+    def count(router: Any, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            loads[router.layer_number] += output[1].sum(0)
+
+    for router in routers_of(run.stages):
+        router.register_forward_hook(count)
+    for iteration in range(STEPS):
+        train_step(run, iteration)
+        for router in routers_of(run.stages):
+            own = loads[router.layer_number]
+            found[router.layer_number].append((router.expert_bias.tolist(), own.tolist()))
+            own.zero_()
+    return found
+
+
+def test_biases_of_experts_follow_the_loads_of_the_global_batch_with_the_same_bits() -> None:
+    """The oracle is plain torch, on the counts of one process; each layout has the bits of that process."""
+    (alone,) = run_distributed(biases, 1, V3_LAYOUTS[""])
+    for steps in alone.values():
+        bias = torch.zeros(8)
+        for found, loads in steps:
+            load = torch.tensor(loads)
+            assert load.sum() == 3 * 8 * 32
+            bias = bias + 0.01 * torch.sign(load.mean() - load)
+            assert found == bias.tolist() and len({*found}) > 1
+    for name, layout in [*V3_LAYOUTS.items()][1:]:
+        ranks = run_distributed(biases, small_run(**SHAPE | V3 | layout).world_size, layout)
+        for number, steps in alone.items():
+            theirs = [each[number] for each in ranks if number in each]
+            for step, (expected, _) in enumerate(steps):
+                assert theirs and all(each[step][0] == expected for each in theirs), name
+
+
+@pytest.mark.parametrize("frozen", [{"lora_rank": 3}, {"freeze": r"mlp\.gate\."}], ids=["adapters", "frozen"])
+def test_a_router_that_does_not_train_keeps_its_biases(frozen: dict[str, Any]) -> None:
+    (found,) = run_distributed(biases, 1, {"micro_batch_size": 8, **frozen})
+    assert all(bias == [0] * 8 for steps in found.values() for bias, _ in steps)
 
 
 def test_tokens_beyond_the_capacity_are_dropped_and_counted() -> None:
