@@ -22,7 +22,7 @@ from patch.preflight.data_record import SetRecord
 from patch.storage.teacher_store import TeacherRows
 from patch.training.objectives.objective import Objective
 
-_IDS, _LOGS = "teacher_ids", "teacher_logs"
+_TEACHER = "teacher"
 
 
 def digest_of(sample: Sample) -> bytes | None:
@@ -61,15 +61,12 @@ class TaughtSource:
 
     def __getitem__(self, index: int) -> Sample:
         sample, count = self._source[index], self._rows.header.top_k
-        ids = torch.arange(count, dtype=torch.int32).repeat(len(sample.tokens), 1)  # all different
-        logs = torch.zeros(len(sample.tokens), count + 1)
+        taught = torch.arange(2.0 * count + 1).repeat(len(sample.tokens), 1)  # the ids are all different
+        taught[:, count:] = 0
         if (digest := digest_of(sample)) is not None:
-            learned = sample.loss_mask != 0
-            stored = self._rows.find(digest)
-            for whole, own in zip((ids, logs), stored, strict=True):
-                found = torch.frombuffer(bytearray(own), dtype=whole.dtype)
-                whole[learned] = found.view(-1, whole.shape[1])
-        return sample._replace(extra_tensors={**sample.extra_tensors, _IDS: ids, _LOGS: logs})
+            found = torch.frombuffer(bytearray(self._rows.find(digest)), dtype=taught.dtype)
+            taught[sample.loss_mask != 0] = found.view(-1, taught.shape[1])
+        return sample._replace(extra_tensors={**sample.extra_tensors, _TEACHER: taught})
 
     def place(self, index: int) -> str:
         """See `SampleSource`."""
@@ -126,13 +123,9 @@ class Distillation(Objective):
     ) -> torch.Tensor:
         """See `Objective`. Batches of an evaluation have no teacher."""
         data, teacher = self.config.data, None
-        if _IDS in batch.extra_tensors:
-            ids, logs = batch.extra_tensors[_IDS], batch.extra_tensors[_LOGS]
-            teacher = TeacherTokens(ids, logs, data.distill_alpha, data.distill_temperature)
-        learned = LossMask(batch.loss_mask, gradient, teacher)
-        return model(
-            batch.tokens, None, None, labels=batch.labels, loss_mask=learned, packed_seq_params=packed
-        )
+        if (taught := batch.extra_tensors.get(_TEACHER)) is not None:
+            teacher = TeacherTokens(taught, data.distill_alpha, data.distill_temperature)
+        return self.forward_with(LossMask(batch.loss_mask, gradient, teacher), model, batch, packed)
 
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
         """Return means over tokens of the loss and its parts; an evaluation has cross entropy alone."""

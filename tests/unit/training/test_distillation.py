@@ -121,9 +121,9 @@ def all_runs(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         rejoin()
     if rank == 0:
         shutil.copytree(folder / "padded", folder / "damaged")
-        content = bytearray((folder / "damaged" / "logs.bin").read_bytes())
+        content = bytearray((folder / "damaged" / "tokens.bin").read_bytes())
         content[-1] ^= 1
-        (folder / "damaged" / "logs.bin").write_bytes(content)
+        (folder / "damaged" / "tokens.bin").write_bytes(content)
     found: dict[str, Any] = {name: train(config_of(folder, name)) for name in STUDENTS}
     if rank == 0:
         root = folder / "run tp" / "checkpoint"
