@@ -23,13 +23,14 @@ from patch.memory import (
     TorchAllocator,
     write_values,
 )
-from patch.optimizer.kernels import AdamKernel, AdamScalars, Scalars, SgdScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels import AdamKernel, AdamScalars, adam_kernel
 from patch.optimizer.kernels.low_bit_moments import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.param_groups import ParamGroup, group_rates
 from patch.optimizer.states.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.states.disk_update import DiskUpdates
-from patch.optimizer.states.host_update import HostUpdates, adam_states
+from patch.optimizer.states.host_buffers import HostedChunks
+from patch.optimizer.states.host_update import HostUpdates, item_of
 from patch.optimizer.states.offload import Offload, Placement
 from patch.optimizer.states.streamed_update import StreamedUpdates
 
@@ -128,7 +129,7 @@ class HybridAdam:
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
         self.manager.allocate(self.state_dtypes)
-        self._scalars: list[Scalars] | None = None
+        self._scalars: list[AdamScalars] | None = None
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
         self._reductions: dict[StateChunk, list[Joinable]] = {}
@@ -173,14 +174,15 @@ class HybridAdam:
         there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
         spare_bytes = max(0, offload.host_bytes - there - state_bytes)
         updated = {name: dtype for name, dtype in self.dtypes.items() if name != MOMENTUM}
-        common = self.shards, updated, size
+        chunks = HostedChunks(self.shards, updated, size, offload.device, spare_bytes)
         streamed, disk = None, None
         if offload.streamed:
-            streamed = StreamedUpdates(*common, offload.streams or offload.device, self._kernel)
+            on_device = chunks._replace(device=offload.streams or offload.device)
+            streamed = StreamedUpdates(on_device, self._kernel)
         if offload.disk is not None:
-            spare_bytes //= 2
-            disk = DiskUpdates(*common, offload.device, spare_bytes, offload.disk)
-        return HostUpdates(*common, offload.device, spare_bytes), disk, streamed
+            chunks = chunks._replace(spare_bytes=spare_bytes // 2)
+            disk = DiskUpdates(chunks, offload.disk)
+        return HostUpdates(chunks), disk, streamed
 
     def _resize_host_buffers(self) -> None:
         for updates in self._all_updates:
@@ -287,9 +289,7 @@ class HybridAdam:
             for r in chunk.ranges:
                 if r.shard not in wanted:
                     continue
-                shard = self.shards[r.shard]
-                states = adam_states(chunk.states, r.in_chunk, shard.param[r.in_shard])
-                items.append(UpdateItem(shard.grad[r.in_shard], states, self._scalars[r.group], None, r.draw))
+                items.append(item_of(chunk.states, r, self.shards[r.shard], self._scalars))
         with region("update of buckets %s", list(indices)):
             self._kernel.update(items)
 
@@ -313,26 +313,21 @@ class HybridAdam:
         for chunk in self._chunks_of[index]:
             yield from chunk.views(name, index, begin, end)
 
-    def _scalars_of(self, lr: float | Sequence[float], grad_scale: float, step: int) -> list[Scalars]:
-        config, found = self._config, list[Scalars]()
-        for rate, group in zip(group_rates(lr, self._groups), self._groups, strict=True):
-            common = {"lr": rate, "weight_decay": group.weight_decay, "grad_scale": grad_scale}
-            if group.orthogonalizes:  # gradients are already directions
-                found.append(SgdScalars(lr=rate, weight_decay=group.weight_decay, momentum=0.0))
-                continue
-            if config.optimizer == "sgd":
-                found.append(SgdScalars(**common, momentum=config.sgd_momentum))
-                continue
-            adam = AdamScalars(
-                **common,
-                beta1=config.adam_beta1,
+    def _scalars_of(self, lr: float | Sequence[float], grad_scale: float, step: int) -> list[AdamScalars]:
+        config = self._config
+        return [
+            AdamScalars(
+                lr=rate,
+                beta1=config.sgd_momentum if config.optimizer == "sgd" else config.adam_beta1,
                 beta2=config.adam_beta2,
                 eps=config.adam_eps,
+                weight_decay=group.weight_decay,
                 step=step,
+                grad_scale=1.0 if group.orthogonalizes else grad_scale,  # gradients are already directions
                 decoupled_weight_decay=config.decoupled_weight_decay,
             )
-            found.append(adam)
-        return found
+            for rate, group in zip(group_rates(lr, self._groups), self._groups, strict=True)
+        ]
 
 
 def _chunk_size(shards: Sequence[BucketShard], offload: Offload | None) -> int:
