@@ -199,8 +199,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(ALIGNMENT, NF4, "an nf4 matrix is dequantized before each matmul"),
     Conflict(FIRST_MOMENTS, SGD, "SGD's momentum is fp32"),
     Conflict(SECOND_MOMENTS, SGD, "SGD has no second moments"),
-    Conflict(FIRST_MOMENTS, MUON, "Muon's momentum is fp32"),
-    Conflict(SECOND_MOMENTS, MUON, "Muon has no second moments"),
+    *(Conflict(each, MUON, "Muon's momentum is fp32, and so are the moments of the AdamW beside it")
+      for each in (FIRST_MOMENTS, SECOND_MOMENTS)),
     Conflict(MUON, DISK_STATES, "each step would read and write the momentum of matrices twice"),
     Conflict(FP8, NF4, "an nf4 matrix is multiplied in bf16, fp16 or fp32"),
     Conflict(DISTILLATION, OWN_OBJECTIVE, "{run.training.objective} has its own loss"),
