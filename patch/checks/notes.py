@@ -136,7 +136,7 @@ def _idle_kernels(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bo
 def _idle_data(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
     is_indexed, training = config.data.dataset_type == "idxmap", config.training
     unsmoothed = training.dpo_loss_type == "robust" and not training.dpo_label_smoothing
-    yield unsmoothed, ("dpo_loss_type",), f" with {where('dpo_label_smoothing')} 0: the loss is that of sigmoid"
+    yield unsmoothed, ("dpo_loss_type",), " with --dpo-label-smoothing 0: the loss is that of sigmoid"
     is_shorter = config.data.max_padding_length != config.model.seq_length
     of_tokens = " on .bin/.idx"
     yield is_indexed and is_shorter, ("max_padding_length",), f"{of_tokens}: sequences are SEQ_LEN long"

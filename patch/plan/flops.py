@@ -36,7 +36,7 @@ class StepFlops(NamedTuple):
     model: float
     """FLOPs of the model's forward and backward, for MFU."""
     hardware: float
-    """Computed FLOPs, with the forwards that `AC` repeats, for HFU."""
+    """Computed FLOPs, with the forwards that `AC` repeats and the one for KTO's reference point, for HFU."""
 
 
 def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
@@ -62,6 +62,8 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
         repeated = sum(map(sum, again)) / model.num_layers
     elif config.training.recompute_granularity == "selective" and model.precision_align is not None:
         repeated = attention
+    if config.training.objective == "kto":  # the forward of the mismatched answers
+        repeated += layers + attention + output
     return StepFlops(needed, needed + repeated)
 
 

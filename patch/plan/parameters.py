@@ -69,11 +69,12 @@ def trained_share(config: RunConfig, name: str) -> float:
     return trained / of_all
 
 
-def muon_parameters(config: RunConfig) -> int:
-    """Return the parameters of the whole model in matrices that Muon trains: those of layers."""
+def muon_rows(config: RunConfig) -> list[WeightRow]:
+    """Return the rows of matrices that Muon trains: those of layers."""
+    if config.optimizer.optimizer != "muon":
+        return []
     rows = adapter_rows(config.model, config.adapter) or trained_rows(config.model, config.selection)
-    matrices = (row for row in rows if row.is_matrix and row.is_per_layer)
-    return sum(row.num_elements * len(row.layers) for row in matrices if config.optimizer.optimizer == "muon")
+    return [row for row in rows if row.is_matrix and row.is_per_layer]
 
 
 def fuses_gradients(config: RunConfig, *, cuda: bool) -> bool:
