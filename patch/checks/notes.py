@@ -40,7 +40,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
                 yield f"{where(field)} has no effect{why}"
     yield from _offload_remarks(config, machine)
     yield from _numerics_remarks(config, machine)
-    untried = [each.name for each in FEATURES if each.proven == "cpu" and each.is_on(config)]
+    untried = [each.name for each in FEATURES if each.proven in ("never run", "cpu") and each.is_on(config)]
     if untried and machine.cuda_devices:
         yield f"not tested on a GPU yet: {', '.join(untried)}"
 

@@ -17,6 +17,7 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.families import traits_of
 from patch.families.adapters import adapts_experts
+from patch.families.selection import Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Feature:
     """A further condition."""
     choice: Literal["beside", "or", "shape"] = "beside"
     """How another feature's refusal mentions it: as given, as another way out, or (a model's shape) not."""
-    proven: Literal["cpu", "one gpu", "several gpus"] = "cpu"
-    """The largest machine that has run it: CPUs with several processes, one GPU, or several GPUs."""
+    proven: Literal["never run", "cpu", "one gpu", "several gpus"] = "cpu"
+    """The largest machine that has run it: none, CPUs with several processes, one GPU, or several GPUs."""
 
     def is_on(self, config: RunConfig) -> bool:
         """Return whether a run uses the feature."""
@@ -140,6 +141,10 @@ LORA_PLUS = Feature("LoRA+", "lora_plus_ratio", "none")
 DOUBLE_NF4 = Feature("double quantization", "quantize_base", "none or nf4", on="nf4-double")
 ENGINE = Feature("Transformer Engine's layers", "transformer_impl", "auto or local", on="transformer_engine",
                  proven="one gpu")
+FROZEN_ENGINE = Feature("frozen weights in Transformer Engine's layers", "transformer_impl", "auto or local",
+                        on="transformer_engine", proven="never run",
+                        condition=lambda run: run.selection != Selection())
+"""Its modules (2.11) ask each weight whether it requires a gradient, before the product and main_grad."""
 
 FEATURES = tuple(each for each in tuple(globals().values()) if isinstance(each, Feature))
 
