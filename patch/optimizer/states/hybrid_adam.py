@@ -7,6 +7,7 @@ waits for the shard's new parameters (`wait_for_update`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -105,7 +106,7 @@ class HybridAdam:
         self.dtypes: dict[str, torch.dtype] = {}
         """The dtype of each state, by its name; parameters of one dtype have only some of the states."""
         for shard, is_matrix in product(shards, {group.orthogonalizes for group in groups}):
-            self.dtypes |= self.state_dtypes(shard.param.dtype, is_matrix)
+            self.dtypes |= state_dtypes(config, shard.param.dtype, is_matrix)
         on_device = (shard.grad.device for shard in shards if not shard.is_on_host)
         device = next(on_device, torch.device("cpu"))
         self._kernel = _device_kernel(device, offload)
@@ -128,7 +129,7 @@ class HybridAdam:
         self._disk = offload.disk if offload else None
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
-        self.manager.allocate(self.state_dtypes)
+        self.manager.allocate(partial(state_dtypes, config))
         self._scalars: list[AdamScalars] | None = None
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
@@ -137,10 +138,6 @@ class HybridAdam:
         the last reduction to start may not be the last to end."""
         self._resize_host_buffers()
         self.copy_model_params_to_main_params()
-
-    def state_dtypes(self, param_dtype: torch.dtype, orthogonalizes: bool = False) -> dict[str, torch.dtype]:
-        """Return the names and dtypes of the states of parameters of some dtype, or of Muon's matrices."""
-        return state_dtypes(self._config, param_dtype, orthogonalizes)
 
     def _register(
         self, shards: Sequence[BucketShard], *, are_moved: bool, streamed: float

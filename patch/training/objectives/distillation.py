@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from patch.data import Batch, DataSets, Sample
+from patch.data.pretraining.provenance import vocabulary_hash
 from patch.data.samples import SampleSource
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConfigError, DataError
@@ -42,11 +43,6 @@ def digest_of(sample: Sample) -> bytes | None:
         begins = sample.lengths.cumsum(0, dtype=torch.int64)
         found.update(begins[begins < end].numpy().tobytes())
     return found.digest()
-
-
-def vocabulary_hash(tokenizer: Any) -> str:
-    """Return a hash of a tokenizer's tokens and their ids."""
-    return sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 class TaughtSource:
@@ -105,7 +101,7 @@ class Distillation(Objective):
         sets = super().build_datasets(tokenizer, num_train_samples)
         with all_or_none():
             rows = TeacherRows(str(self.config.data.distill_from))
-            if vocabulary_hash(tokenizer) != rows.header.tokenizer:
+            if vocabulary_hash(tokenizer, self.config.model.vocab_size) != rows.header.tokenizer:
                 raise ConfigError(
                     f"the tokenizer has other tokens or ids than that of the teacher {rows.header.teacher}; "
                     "expected equal vocabularies. Choose a teacher of the same family",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,18 @@ _LARGEST_LOG = -1e-7
 """The logarithm of the largest probability whose odds are finite in float32."""
 _EVALUATED = {"accuracy": "rewards/accuracies", "kl": "kl", "loss": "loss", "margin": "rewards/margins"}
 """Metrics of an evaluation, and the reported values from which they come."""
+
+
+class Scores(NamedTuple):
+    """Values of the n sequences of a micro-batch, [n] each."""
+
+    batch: Batch
+    sums: torch.Tensor
+    """Log-probabilities of the learned tokens."""
+    values: torch.Tensor
+    """Values that are compared; beta times a value is a reward."""
+    margins: torch.Tensor
+    """Rewards, minus those of the following sequences."""
 
 
 class AnswerObjective(Objective):
@@ -60,13 +72,8 @@ class AnswerObjective(Objective):
         """
         return sums / self.learned(batch)
 
-    def losses(
-        self, margins: torch.Tensor, values: torch.Tensor, sums: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
-        """Return the loss of each pair at its chosen sequence, or of each answer, as [n].
-
-        `margins` are the rewards minus those of the following sequences.
-        """
+    def losses(self, of: Scores) -> torch.Tensor:
+        """Return the loss of each pair at its chosen sequence, or of each answer, as [n]."""
         raise NotImplementedError
 
     def learned(self, batch: Batch) -> torch.Tensor:
@@ -93,7 +100,7 @@ class AnswerObjective(Objective):
         weights = shares[0] if self.unit == "pairs" else sum(shares)
         chosen, rejected = (beta * (own * values).sum() for own in shares)
         return {
-            "loss": (weights * self.losses(margins, values, sums, batch)).sum(),
+            "loss": (weights * self.losses(Scores(batch, sums, values, margins))).sum(),
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margins": chosen - rejected,
@@ -116,34 +123,30 @@ class Preference(AnswerObjective, ReferenceObjective):
         """Compare gains over the reference."""
         return self.gains(sums, batch)
 
-    def losses(
-        self, margins: torch.Tensor, values: torch.Tensor, sums: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
+    def losses(self, of: Scores) -> torch.Tensor:
         """Return the losses of `--dpo-loss-type`, and the SFT loss of `--dpo-sft-weight`."""
         training, smoothing = self.config.training, self.config.training.dpo_label_smoothing
         if training.dpo_loss_type == "ipo":
-            means = values / self.learned(batch)
+            means = of.values / self.learned(of.batch)
             losses = (means - means.roll(-1) - 1 / (2 * training.dpo_beta)) ** 2
         elif training.dpo_loss_type == "hinge":
-            losses = torch.relu(1 - margins)
+            losses = torch.relu(1 - of.margins)
         elif training.dpo_loss_type == "robust":
-            flipped = smoothing * F.logsigmoid(-margins)
-            losses = (flipped - (1 - smoothing) * F.logsigmoid(margins)) / (1 - 2 * smoothing)
+            flipped = smoothing * F.logsigmoid(-of.margins)
+            losses = (flipped - (1 - smoothing) * F.logsigmoid(of.margins)) / (1 - 2 * smoothing)
         else:
-            losses = -F.logsigmoid(margins)
+            losses = -F.logsigmoid(of.margins)
         if training.dpo_sft_weight:
-            losses = losses - training.dpo_sft_weight * sums / self.learned(batch)
+            losses = losses - training.dpo_sft_weight * of.sums / self.learned(of.batch)
         return losses
 
 
 class SimpleMargin(AnswerObjective):
     """SimPO: TRL's CPO with `loss_type="simpo"` and `cpo_alpha=0`."""
 
-    def losses(
-        self, margins: torch.Tensor, values: torch.Tensor, sums: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
+    def losses(self, of: Scores) -> torch.Tensor:
         """Ask for a margin of `--simpo-gamma`."""
-        return -F.logsigmoid(margins - self.config.training.simpo_gamma)
+        return -F.logsigmoid(of.margins - self.config.training.simpo_gamma)
 
 
 class OddsRatio(AnswerObjective):
@@ -166,11 +169,9 @@ class OddsRatio(AnswerObjective):
         tokens, pairs = sum_over(run.groups.dp, [tokens, pairs], run.device)
         self._tokens_of_a_pair = max(tokens, 1.0) / max(pairs, 1.0)
 
-    def losses(
-        self, margins: torch.Tensor, values: torch.Tensor, sums: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
+    def losses(self, of: Scores) -> torch.Tensor:
         """Compare the odds p / (1 - p), where p is the mean probability of a learned token."""
-        means = values.clamp(max=_LARGEST_LOG)  # padding has 0
+        means = of.values.clamp(max=_LARGEST_LOG)  # padding has 0
         odds = means - torch.log(-torch.expm1(means))
         return -self.config.training.dpo_beta * F.logsigmoid(odds - odds.roll(-1))
 
@@ -211,12 +212,10 @@ class Kto(AnswerObjective, ReferenceObjective):
         self._kl = torch.tensor(max(gain / max(number, 1), 0.0), device=run.device)
         self._lost = torch.cat(lost)
 
-    def losses(
-        self, margins: torch.Tensor, values: torch.Tensor, sums: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
+    def losses(self, of: Scores) -> torch.Tensor:
         """Return the loss of each answer; NaN if its mismatched answer is not finite."""
-        training, sign, number = self.config.training, *batch.of_sequences.values()
-        losses = 1 - torch.sigmoid(sign * training.dpo_beta * (values - self._kl))
+        training, sign, number = self.config.training, *of.batch.of_sequences.values()
+        losses = 1 - torch.sigmoid(sign * training.dpo_beta * (of.values - self._kl))
         losses = losses.masked_fill(torch.isin(number, self._lost.to(number.device)), math.nan)
         return torch.where(sign > 0, training.desirable_weight, training.undesirable_weight) * losses
 
