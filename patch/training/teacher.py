@@ -56,7 +56,8 @@ class _Teacher(Objective):
 def write_store(config: RunConfig, folder: Path, top_k: int, temperature: float) -> None:
     """Join a job, write the store of the weights at --load and the training set, leave the job.
 
-    The store is a new folder, with the `top_k` likeliest tokens at a temperature. Rank 0 writes; other ranks need no access to the folder.
+    The store is a new folder, with the `top_k` likeliest tokens at a temperature. Rank 0 writes; other ranks
+    need no access to the folder.
 
     Raises:
         PatchError: weights, tokenizer or data cannot be read, or the store cannot be written; on all ranks.
