@@ -362,8 +362,12 @@ def test_row_trains_as_one_process(of_one: dict, of_eight: list, number: int) ->
 
 
 def test_rows_are_proved_by_llama_patch_prove(tmp_path: Path) -> None:
-    """A fourth of them; with its own tokens, every gradient, weight and state."""
-    assert not prove_all([shrunk(run_of(row), tmp_path / str(n)) for n, row in enumerate(ROWS[::4])])
+    """A fourth of them; with its own tokens, every gradient, weight and state.
+
+    An nf4 base is read from a folder, and transformers has no BLOOM with grouped heads.
+    """
+    rows = [row for row in ROWS[::4] if row["model"] != "bloom" or "nf4" not in row["LoRA"]]
+    assert not prove_all([shrunk(run_of(row), tmp_path / str(n)) for n, row in enumerate(rows)])
 
 
 @pytest.mark.parametrize("model", COLUMNS["model"])
