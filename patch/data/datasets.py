@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.choices import RowKind
 from patch.config.data_spec import DataPart, sets_of
-from patch.config.schema import DataConfig, RunConfig
+from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.order import Blend, Concatenation, format_passes, weights_of
 from patch.data.packing import SOURCES, PackingSummary, PairSource, packed
@@ -25,7 +25,8 @@ from patch.distributed.collectives import all_gather_object, all_or_none
 from patch.errors import DataError, about
 from patch.logger import get_logger
 from patch.preflight.data_record import SetRecord
-from patch.storage.names import DATA_CACHE_FOLDER, DATA_INDEX_FOLDER, DATA_SUFFIXES
+from patch.storage.names import DATA_CACHE_FOLDER, DATA_SUFFIXES
+from patch.storage.places import StrPath
 from patch.text import counted
 
 _logger = get_logger(__name__)
@@ -47,30 +48,40 @@ class DataSets(NamedTuple):
 
 
 def build_datasets(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, num_train_samples: Callable[[int], int]
+    data: DataConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sft: bool,
+    num_train_samples: Callable[[int], int],
+    seed: int,
+    index_folder: StrPath,
+    row_kind: RowKind = "conversation",
 ) -> DataSets:
     """Read all data sets. A collective over the job. With raw rows, the tokenizer gets its chat template.
 
     Args:
         tokenizer: encodes raw rows; .bin/.idx sets must have its vocabulary.
+        sft: whether .bin/.idx sets hold conversations, not documents that are trained whole.
         num_train_samples: maps the samples of one pass over the training sets to the samples of the run.
+        seed: decides the order of samples from several sets or from a pre-training set.
+        index_folder: folder of the index files of pre-training sets; all ranks must share it.
+        row_kind: kind of rows that the objective reads.
     Raises:
         DataError: on all ranks, if data or tokenizer are refused, or two ranks have read different data.
     """
-    data, model, seed = config.data, config.model, config.training.seed
-    output = Path(config.checkpoint.output_path)
     check_vocabulary(tokenizer, model.vocab_size)
     train, valid = sets_of(data).values()
-    if not config.training.sft:
+    if not sft:
         # It imports megatron-core, which raw rows do not need.
         from patch.data.pretraining.dataset import load_run_sets
 
         source, valid_sets = load_run_sets(
             data, model, tokenizer, train=train, valid=valid, num_train_samples=num_train_samples, seed=seed,
-            index_folder=output / DATA_INDEX_FOLDER,
+            index_folder=Path(index_folder),
         )  # fmt: skip
         return _data_sets(source, source.num_samples, valid_sets, [])
-    options = sft_options(data, output / DATA_CACHE_FOLDER, config.row_kind)
+    cache = Path(index_folder).with_name(DATA_CACHE_FOLDER)
 
     def load(path: str) -> SampleSource:
         if data.dataset_type == "idxmap":
@@ -79,7 +90,7 @@ def build_datasets(
             sizes = {"sequence_length": model.seq_length, "vocab_size": model.vocab_size}
             return load_indexed_sft(path, tokenizer, **sizes)
         ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
-        return load_sft(Path(path), tokenizer, data.max_padding_length, options)
+        return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, row_kind))
 
     with all_or_none():
         with about("train_data_path"):
@@ -89,7 +100,7 @@ def build_datasets(
     _check_same_everywhere((*train, *valid), sources)
     named = zip(train, sources, strict=False)
     records = [each.record(part.path) for part, each in named if isinstance(each, SftSource)]
-    sources = _samples(sources, data, (*train, *valid), config.row_kind)
+    sources = _samples(sources, data, (*train, *valid), row_kind)
     train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
     num_samples = num_train_samples(sum(map(len, train_sources)))
     joined = _joined(train, train_sources, num_samples, seed)

@@ -41,7 +41,7 @@ class _Teacher(Objective):
     """Reports the results of `likeliest_tokens`; nothing is learned."""
 
     asked: LikeliestTokens
-    """What is asked of each token with a loss; the mask is that of the batch."""
+    """The question about each token with a loss; the mask is that of the batch."""
 
     def forward(
         self, model: LlamaModel, batch: Batch, packed: PackedSequences | None, gradient: float

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.choices import RowKind
 from patch.config.data_spec import DataPart, files_of, format_data, sets_of
-from patch.config.schema import DataConfig, RunConfig
+from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import SOURCES, pack
 from patch.data.preview.figures import Figures, figures_of_rows
@@ -138,13 +138,21 @@ class Preview:
         with about(_FIELD):
             return IndexedPreview(part, self.tokenizer)
 
-    def known_samples(self, part: DataPart, config: RunConfig) -> int | None:
-        """Return the samples of one pass over a set of the run, as it counts them, or None. Write no file."""
+    def known_samples(
+        self, part: DataPart, model: ModelConfig, fallback_cache: Path, *, sft: bool
+    ) -> int | None:
+        """Return the samples of one pass over a set, as the run counts them, or None. Write no file.
+
+        Args:
+            part: one of the run's sets.
+            model: the shape of the model.
+            fallback_cache: the folder of the token cache if the run names none.
+            sft: whether .bin/.idx holds conversations.
+        """
         data, tokenizer, length = self.data, self.tokenizer, self.data.max_padding_length
-        model = config.model
         if not self._has_rows:
             # These import megatron-core, which raw rows do not need.
-            if config.training.sft:
+            if sft:
                 from patch.data.pretraining.indexed_sft import load_indexed_sft
 
                 sizes = {"sequence_length": model.seq_length, "vocab_size": model.vocab_size}
@@ -152,7 +160,7 @@ class Preview:
             from patch.data.pretraining.run_sets import train_samples
 
             return train_samples(part, data, model, tokenizer)
-        options = self._options(Path(config.checkpoint.output_path) / DATA_CACHE_FOLDER)
+        options = self._options(fallback_cache)
         source = find_sft(Path(part.path), tokenizer, length, options)
         if source is None:
             if sum(file.stat().st_size for file in files_of(part.path, _FIELD)) > _SMALL_BYTES:
@@ -234,7 +242,10 @@ def _remarks(row: TokenizedRow, options: SftOptions, length: int) -> list[str]:
     return remarks
 
 
-def show_data(config: RunConfig, stream: TextIO) -> int | None:
+def show_data(
+    data: DataConfig, model: ModelConfig, tokenizer: str | None, *, sft: bool, output: Path, stream: TextIO,
+    row_kind: RowKind = "conversation",
+) -> int | None:
     """Show the first row or document that a run reads, and the samples of its training sets. Write no file.
 
     Returns:
@@ -242,14 +253,14 @@ def show_data(config: RunConfig, stream: TextIO) -> int | None:
     Raises:
         DataError: the tokenizer, the row, or a set whose samples can be counted cannot be used.
     """
-    data, loaded, known = config.data, load_tokenizer(config.tokenizer_folder), []
-    check_vocabulary(loaded, config.model.vocab_size)
-    whole = Preview(data, loaded, config.row_kind)
-    first = replace(whole, data=replace(data, train_data_path=format_data(whole.parts[:1])))
+    loaded = load_tokenizer(tokenizer)
+    check_vocabulary(loaded, model.vocab_size)
+    whole, known = Preview(data, loaded, row_kind), []
+    first = Preview(replace(data, train_data_path=format_data(whole.parts[:1])), loaded, row_kind)
     first.show_rows(terminal(stream), max_lines=_FEW_LINES)
     for part in whole.parts:
         with about(_FIELD):
-            samples = whole.known_samples(part, config)
+            samples = whole.known_samples(part, model, output / DATA_CACHE_FOLDER, sft=sft)
         packs = " (packs)" if data.packing and data.dataset_type == "raw" else ""
         words = _UNKNOWN if samples is None else f"{counted(samples, 'sample')}{packs} in one epoch"
         stream.write(f"data        {part.path}: {words}\n")

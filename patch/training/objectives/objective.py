@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -14,6 +15,7 @@ from patch.data import Batch, BatchReader, DataSets, Sample, build_datasets, col
 from patch.data.samples import SampleSource
 from patch.distributed.context_group import Zigzag
 from patch.model import LikeliestTokens, LlamaModel, LossMask, PackedSequences, sum_aligned
+from patch.storage.names import DATA_INDEX_FOLDER
 
 if TYPE_CHECKING:
     from patch.training.setup import Run
@@ -49,14 +51,23 @@ class Objective:
         """
         from patch.data.preview import show_data  # a worker does not need it
 
-        return show_data(self.config, stream)
+        config, output = self.config, Path(self.config.checkpoint.output_path)
+        return show_data(
+            config.data, config.model, config.tokenizer_folder, sft=config.training.sft, output=output,
+            stream=stream, row_kind=config.row_kind,
+        )  # fmt: skip
 
     def build_datasets(self, tokenizer: Any, num_train_samples: Callable[[int], int]) -> DataSets:
         """Read the data sets of the run; a collective over the job.
 
         `num_train_samples` maps the samples per epoch to the samples that the run consumes.
         """
-        return build_datasets(self.config, tokenizer, num_train_samples)
+        config = self.config
+        return build_datasets(
+            config.data, config.model, tokenizer, sft=config.training.sft, seed=config.training.seed,
+            num_train_samples=num_train_samples,
+            index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER, row_kind=config.row_kind,
+        )  # fmt: skip
 
     def goes_on(self, run: Run) -> bool:
         """Return whether a resumed run can do without its start weights; a collective over the job.

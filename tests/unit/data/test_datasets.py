@@ -26,7 +26,11 @@ def raw_run(folder: Path, **changes) -> RunConfig:
 
 
 def build(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DataSets:
-    return build_datasets(config, tokenizer, partial(num_train_samples, config))
+    return build_datasets(
+        config.data, config.model, tokenizer, sft=config.training.sft,
+        num_train_samples=partial(num_train_samples, config),
+        seed=config.training.seed, index_folder=Path(config.checkpoint.output_path) / "data_index",
+    )  # fmt: skip
 
 
 def test_raw_sets_have_the_padded_length(tmp_path: Path) -> None:

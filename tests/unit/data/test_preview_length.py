@@ -55,14 +55,19 @@ def run(tokenizer: str, tmp_path: Path) -> Callable[..., RunConfig]:
 def said(config: RunConfig) -> list[str]:
     """The last lines of the dry run."""
     stream = io.StringIO()
-    samples = show_data(config, stream)
+    samples = show_data(
+        config.data, config.model, config.tokenizer_folder, sft=config.training.sft,
+        output=Path(config.checkpoint.output_path), stream=stream,
+    )  # fmt: skip
     lines = [line for line in stream.getvalue().splitlines() if line.startswith("data  ")]
     return lines if samples is None else [*lines, *describe_length(config, samples).splitlines()]
 
 
 def train(config: RunConfig) -> int:
     """The samples that the run itself takes, whose token cache is then there."""
-    sets = build_datasets(config, load_tokenizer(config.tokenizer_folder), lambda each: each)
+    tokenizer, folder = load_tokenizer(config.tokenizer_folder), Path(config.checkpoint.output_path)
+    settings = {"sft": config.training.sft, "num_train_samples": lambda each: each, "seed": 1}
+    sets = build_datasets(config.data, config.model, tokenizer, **settings, index_folder=folder / "index")
     return sets.num_train_samples
 
 
