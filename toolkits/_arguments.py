@@ -89,7 +89,8 @@ def positive(text: str, most: int = 2**63 - 1) -> int:
 
     number = to_int(text)
     if number is None or not 1 <= number <= most:
-        raise argparse.ArgumentTypeError(f"got {shown(text)}, expected a whole number from 1 to {most}")
+        to_most = f" from 1 to {most}" if most < 2**63 - 1 else ", at least 1"
+        raise argparse.ArgumentTypeError(f"got {shown(text)}, expected a whole number{to_most}")
     return number
 
 

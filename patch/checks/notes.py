@@ -14,6 +14,8 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.families import EXPERT_FIELDS
 from patch.families.adapters import AdapterConfig
+from patch.families.selection import trained_rows
+from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.features.backends import no_transformer_engine
 from patch.features.table import FEATURES, TP_OVERLAP, WITHOUT_TP_OVERLAP
 
@@ -38,7 +40,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
                 yield f"{where(field)} has no effect{why}"
     yield from _offload_remarks(config, machine)
     yield from _numerics_remarks(config, machine)
-    untried = [each.name for each in FEATURES if each.proven == "cpu" and each.is_on(config)]
+    untried = [each.name for each in FEATURES if each.proven in ("never run", "cpu") and each.is_on(config)]
     if untried and machine.cuda_devices:
         yield f"not tested on a GPU yet: {', '.join(untried)}"
 
@@ -66,6 +68,12 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     of_muon = tuple(name for name in OptimizerConfig.__slots__ if name.startswith("muon"))
     for names, fields in (("adam muon", of_adam), ("sgd", ("sgd_momentum",)), ("muon", of_muon)):
         yield optimizer.optimizer not in names, fields, f" with {where('optimizer')} {optimizer.optimizer}"
+    ends = {EMBEDDING_PARAMETER, TIED_OUTPUT}
+    trained = {row.name: row.is_matrix for row in trained_rows(config.model, config.selection)}
+    yield ends.isdisjoint(trained), ("decoupled_lr", "decoupled_min_lr"), ": embedding and output are frozen"
+    inner = (is_matrix for name, is_matrix in trained.items() if name not in ends)
+    is_idle = optimizer.optimizer == "muon" and not config.adapter.is_on and not any(inner)
+    yield is_idle, ("optimizer",), ": no matrix of a layer is trained, AdamW updates the rest"
     yield parallel.tensor_model_parallel_size == 1, ("sequence_parallel", "tp_comm_overlap"), " at TP=1"
     yield has_one_stage, ("num_layers_per_virtual_pipeline_stage",), ": a process has no more layers"
     yield parallel.pipeline_model_parallel_size == 1, _STAGES, " at PP=1"
@@ -128,7 +136,9 @@ def _idle_kernels(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bo
 
 
 def _idle_data(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-    is_indexed = config.data.dataset_type == "idxmap"
+    is_indexed, training = config.data.dataset_type == "idxmap", config.training
+    unsmoothed = training.dpo_loss_type == "robust" and not training.dpo_label_smoothing
+    yield unsmoothed, ("dpo_loss_type",), " with --dpo-label-smoothing 0: the loss is that of sigmoid"
     is_shorter = config.data.max_padding_length != config.model.seq_length
     of_tokens = " on .bin/.idx"
     yield is_indexed and is_shorter, ("max_padding_length",), f"{of_tokens}: sequences are SEQ_LEN long"

@@ -116,7 +116,8 @@ def rows_are_whole_blocks(
         if own % block:
             has_own = is_expert and config.experts.expert_tensor_parallel_size
             size = "expert_tensor_parallel_size" if has_own else "tensor_model_parallel_size"
-            fitting = f"a size that divides {whole // block} beside {where(field)} {got}"
+            fitting = f"a size that divides {whole // block}" if whole > block else "1"
+            fitting += f" beside {where(field)} {got}"
             refuse(size, parts, fitting, f"a row of {name} would be cut within a block of {block} values")
 
 

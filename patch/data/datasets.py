@@ -27,6 +27,7 @@ from patch.logger import get_logger
 from patch.preflight.data_record import SetRecord
 from patch.storage.names import DATA_CACHE_FOLDER, DATA_SUFFIXES
 from patch.storage.places import StrPath
+from patch.text import counted
 
 _logger = get_logger(__name__)
 
@@ -163,8 +164,8 @@ def _joined(
     passes = joined.passes() if isinstance(joined, Blend) else [num_samples / len(joined)] * len(sources)
     for part, source, times in zip(parts, sources, passes, strict=True):
         _logger.info(
-            "%s: the run takes %.0f samples, %s over its %d",
-            part.path, times * len(source), format_passes(times), len(source),
+            "%s: the run takes %s, %s over its %d",
+            part.path, counted(round(times * len(source)), "sample"), format_passes(times), len(source),
         )  # fmt: skip
     return joined
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 from patch.config.choices import RowKind
 from patch.config.data_spec import files_of, parse_columns, sets_of
 from patch.config.schema import DataConfig
-from patch.data.formats import FormatOptions, to_conversation, to_pair, to_unpaired
+from patch.data.formats import FormatOptions, read_row
 from patch.data.readers import read_rows
 from patch.errors import about
 from patch.storage.places import open_to_read
@@ -25,8 +24,6 @@ def check_first_rows(data: DataConfig, row_kind: RowKind) -> None:
         DataError: a file cannot be read, or one of its first rows has no known format.
     """
     options = FormatOptions(parse_columns(data.columns), data.alpaca_input_join)
-    converts: dict[RowKind, Callable[..., object]] = {"pair": to_pair, "unpaired": to_unpaired}
-    convert = converts.get(row_kind, to_conversation)
     for field, parts in sets_of(data).items():
         with about(field):
             for part in parts:
@@ -34,7 +31,7 @@ def check_first_rows(data: DataConfig, row_kind: RowKind) -> None:
                     if _is_large_list(file):
                         continue
                     for row in islice(read_rows(file), _MOST_ROWS):
-                        convert(row.value, f"{file}: {row.place}", options)
+                        read_row(row_kind, row.value, f"{file}: {row.place}", options)
 
 
 def _is_large_list(file: Path) -> bool:

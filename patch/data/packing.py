@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from patch.config.choices import RowKind
@@ -212,12 +213,15 @@ class PairSource(PackedSource):
         return np.asarray(self.source.sizes).reshape(-1, 2).sum(axis=1)
 
     def __getitem__(self, index: int) -> Sample:
-        sample, members = super().__getitem__(index), torch.from_numpy(self._packs[index])
-        assert sample.lengths is not None, "a pair has two sequences"
-        sign, number = torch.zeros(len(sample.lengths)), torch.zeros(len(sample.lengths), dtype=torch.int64)
-        sign[: len(members)] = torch.tensor([1.0, -1.0]).repeat(len(members) // 2)
-        number[: len(members)] = self.first + members
-        return sample._replace(of_sequences={"sign": sign, "number": number})
+        members = torch.from_numpy(self._packs[index])
+        return self._numbered(super().__getitem__(index), 1.0 - 2 * (members % 2), members)
+
+    def _numbered(self, sample: Sample, signs: torch.Tensor, numbers: torch.Tensor) -> Sample:
+        """Return a sample with sign and number of its sequences; both are 0 for padding."""
+        assert sample.lengths is not None, "a row has sequences"
+        padding = 0, len(sample.lengths) - len(signs)
+        of_sequences = {"sign": F.pad(signs, padding), "number": F.pad(numbers + self.first, padding)}
+        return sample._replace(of_sequences=of_sequences)
 
     def place(self, index: int) -> str:
         """See `SampleSource`: the places of its pairs."""
@@ -241,15 +245,13 @@ class UnpairedSource(PairSource):
 
     def __getitem__(self, index: int) -> Sample:
         rows, capacity = self.packs[index], self.packs.capacity
-        sample = packed_sample(self.source, rows, capacity, self.sizes)
-        other = packed_sample(self._others, rows, capacity, self.sizes)
-        assert sample.lengths is not None, "padding is a sequence of its own"
-        sign, number = torch.zeros(len(sample.lengths)), torch.zeros(len(sample.lengths), dtype=torch.int64)
-        labels = [self.source.conversation(int(row))[1][0] for row in rows]
-        sign[: len(rows)] = torch.tensor([1.0 if each else -1.0 for each in labels])
-        number[: len(rows)] = self.first + 2 * torch.from_numpy(rows)
+        own, other = (
+            packed_sample(each, rows, capacity, self.sizes) for each in (self.source, self._others)
+        )
+        signs = [1.0 if self.source.conversation(int(row))[1][0] else -1.0 for row in rows]
         extra = {"tokens": other.tokens, "labels": other.labels, "loss_mask": other.loss_mask}
-        return sample._replace(of_sequences={"sign": sign, "number": number}, extra_tensors=extra)
+        sample = self._numbered(own, torch.tensor(signs), 2 * torch.from_numpy(rows))
+        return sample._replace(extra_tensors=extra)
 
 
 class _Mismatched:

@@ -17,6 +17,7 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.families import traits_of
 from patch.families.adapters import adapts_experts
+from patch.families.selection import Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Feature:
     """A further condition."""
     choice: Literal["beside", "or", "shape"] = "beside"
     """How another feature's refusal mentions it: as given, as another way out, or (a model's shape) not."""
-    proven: Literal["cpu", "one gpu", "several gpus"] = "cpu"
-    """The largest machine that has run it: CPUs with several processes, one GPU, or several GPUs."""
+    proven: Literal["never run", "cpu", "one gpu", "several gpus"] = "cpu"
+    """The largest machine that has run it: none, CPUs with several processes, one GPU, or several GPUs."""
 
     def is_on(self, config: RunConfig) -> bool:
         """Return whether a run uses the feature."""
@@ -142,6 +143,10 @@ LORA_PLUS = Feature("LoRA+", "lora_plus_ratio", "none")
 DOUBLE_NF4 = Feature("double quantization", "quantize_base", "none or nf4", on="nf4-double")
 ENGINE = Feature("Transformer Engine's layers", "transformer_impl", "auto or local", on="transformer_engine",
                  proven="one gpu")
+FROZEN_ENGINE = Feature("frozen weights in Transformer Engine's layers", "transformer_impl", "auto or local",
+                        on="transformer_engine", proven="never run",
+                        condition=lambda run: run.selection != Selection())
+"""Its modules (2.11) ask each weight whether it requires a gradient, before the product and main_grad."""
 
 FEATURES = tuple(each for each in tuple(globals().values()) if isinstance(each, Feature))
 
@@ -207,8 +212,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(ALIGNMENT, NF4, "an nf4 matrix is dequantized before each matmul"),
     Conflict(FIRST_MOMENTS, SGD, "SGD's momentum is fp32"),
     Conflict(SECOND_MOMENTS, SGD, "SGD has no second moments"),
-    Conflict(FIRST_MOMENTS, MUON, "Muon's momentum is fp32"),
-    Conflict(SECOND_MOMENTS, MUON, "Muon has no second moments"),
+    *(Conflict(each, MUON, "Muon's momentum is fp32, and so are the moments of the AdamW beside it")
+      for each in (FIRST_MOMENTS, SECOND_MOMENTS)),
     Conflict(MUON, DISK_STATES, "each step would read and write the momentum of matrices twice"),
     Conflict(FP8, NF4, "an nf4 matrix is multiplied in bf16, fp16 or fp32"),
     Conflict(DISTILLATION, OWN_OBJECTIVE, "{run.training.objective} has its own loss"),

@@ -39,10 +39,9 @@ class TeacherTokens(NamedTuple):
         alpha * T**2 * sum(p * log(p / q)) + (1 - alpha) * cross entropy
     """
 
-    ids: torch.Tensor
-    """Integer [B, S, K]: the chosen tokens, all different."""
-    logs: torch.Tensor
-    """Float32 [B, S, K + 1]: log p of each chosen token, then of the other tokens together."""
+    taught: torch.Tensor
+    """Float32 [B, S, 2 K + 1]: the ids of the chosen tokens, all different; log p of each, then of the other
+    tokens together."""
     alpha: float
     temperature: float
 
@@ -238,10 +237,8 @@ class _Chunks:
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, how: _LossOptions) -> None:
         self._hidden, self._weight, self._part, self._is_fused = hidden, weight, how.part, how.is_fused
         self._teacher = how.teacher
-        """Its tensors are [T, ...], in the order of the hidden states."""
         if how.teacher is not None:
-            ids, logs = (each.transpose(0, 1).flatten(0, 1) for each in how.teacher[:2])
-            self._teacher = how.teacher._replace(ids=ids, logs=logs)
+            self._teacher = how.teacher._replace(taught=how.teacher.taught.transpose(0, 1).flatten(0, 1))
         self._logits = hidden.new_empty(min(how.chunk, len(hidden)), len(weight))
         self._wide: torch.Tensor | None = None
         """Float32 copy of the logits, or None if they are float32 or Triton is used."""
@@ -284,8 +281,7 @@ class _Chunks:
         if self._teacher is None:
             losses = _losses_and_gradients(wide, labels, gradient, self._part)
         else:
-            ids, logs = (each[begin : begin + len(labels)] for each in self._teacher[:2])
-            teacher = self._teacher._replace(ids=ids, logs=logs)
+            teacher = self._teacher._replace(taught=self._teacher.taught[begin : begin + len(labels)])
             losses = _losses_of_student(wide, labels, gradient, teacher, self._part)
         if self._wide is not None:
             logits.copy_(wide)
@@ -346,11 +342,11 @@ def _losses_of_student(
     part: VocabularyShard,
 ) -> torch.Tensor:
     """Return loss, cross entropy and divergence [3, chunk]; overwrite float32 logits with their gradients."""
-    alpha, temperature = teacher.alpha, teacher.temperature
-    others = logits / temperature
-    logs, cells, is_own = _outcomes(others, teacher.ids.long(), part)
-    p, q = teacher.logs.exp(), logs.exp()
-    divergence = (p * (teacher.logs - logs)).sum(dim=1)
+    taught, alpha, temperature = teacher
+    others, (ids, goal) = logits / temperature, taught.tensor_split([taught.shape[1] // 2], dim=1)
+    logs, cells, is_own = _outcomes(others, ids.long(), part)
+    p, q = goal.exp(), logs.exp()
+    divergence = (p * (goal - logs)).sum(dim=1)
     # The divergence's gradient: q - p of each outcome; the others share theirs by their own probabilities.
     per_outcome = (q - p) * (gradient * (alpha * temperature))[:, None]
     others *= per_outcome[:, -1:]

@@ -32,12 +32,12 @@ from patch.optimizer.grad_norm import GradNorm
 from patch.optimizer.states.hybrid_adam import MOMENTUM, HybridAdam
 
 _COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7
-_FACTORS: dict[MuonScaleMode, Callable[[int, int], float]] = {
+FACTORS: dict[MuonScaleMode, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
     "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
 }
-
+"""Factor of the rate of a matrix, by --muon-scale-mode."""
 
 _Piece = tuple[int, torch.Tensor, torch.Tensor]
 """First element of a part of a parameter, and the part's momentum and gradient."""
@@ -140,5 +140,5 @@ class Muon:
 
     def _scaled(self, matrix: torch.Tensor) -> torch.Tensor:
         config = self._config
-        factor = _FACTORS[config.muon_scale_mode](*matrix.shape) * config.muon_extra_scale_factor
+        factor = FACTORS[config.muon_scale_mode](*matrix.shape) * config.muon_extra_scale_factor
         return newton_schulz(matrix, _COEFFICIENTS, config.muon_num_ns_steps, _EPS).float() * factor

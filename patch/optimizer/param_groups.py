@@ -82,13 +82,9 @@ def default_param_groups(
         return found
     is_b = {id(p) for stage in stages for name, p in stage.named_parameters() if name.endswith(_B)}
     return [
-        replace(
-            group,
-            params=[p for p in group.params if (id(p) in is_b) is of_b],
-            lr_multiplier=lora_plus_ratio if of_b else 1.0,
-        )
+        replace(group, params=[p for p in group.params if (id(p) in is_b) is of_b], lr_multiplier=factor)
         for group in found
-        for of_b in (False, True)
+        for of_b, factor in ((False, 1.0), (True, lora_plus_ratio))
     ]
 
 

@@ -153,7 +153,7 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     )
     trained = parameters.trained_parameters(config)
     stored = trained if config.adapter.is_on else parameters.total_parameters(config.model)
-    saving = 4 * parameters.muon_parameters(config)
+    saving = 4 * sum(row.num_elements * len(row.layers) for row in parameters.muon_rows(config))
     saved = int(stored * kind.weight_bytes), int(trained * memory.state_bytes(config)) - saving
     of_frozen = f" + {stored - trained:.0f} frozen x {kind.weight_bytes}" if stored > trained else ""
     yield _row(
@@ -246,7 +246,7 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
             once = "before the first step one forward over all sets gives their reference"
             parts.append(f"{once}, unless it is kept")
         if config.training.objective == "kto":
-            parts.append("a step begins with one more forward, which the plan's time leaves out")
+            parts.append("a step begins with one more forward")
         yield _row("pairs" if config.row_kind == "pair" else "answers", "; ".join(parts))
     if config.data.distill_from is not None:
         if header := known_header(config.data.distill_from):

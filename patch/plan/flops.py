@@ -42,7 +42,7 @@ class StepFlops(NamedTuple):
     model: float
     """FLOPs of the model's forward and backward, for MFU."""
     hardware: float
-    """Computed FLOPs, with the forwards that `AC` repeats, for HFU."""
+    """Computed FLOPs, with the forwards that `AC` repeats and the one for KTO's reference point, for HFU."""
 
 
 def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
@@ -67,6 +67,8 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
         repeated = attention
     if config.training.mlp_chunks_for_training > 1:
         repeated += 2 * tokens * elements_of(row for row in layer_matrices(model) if row.part == "mlp")
+    if config.training.objective == "kto":  # the forward of the mismatched answers
+        repeated += layers + attention + output
     return StepFlops(needed, needed + repeated)
 
 

@@ -77,9 +77,11 @@ def trained_share(config: RunConfig, name: str) -> float:
     return trained / of_all
 
 
-def muon_parameters(config: RunConfig) -> float:
-    """Return the parameters of the whole model in matrices that Muon trains: those of layers."""
-    return elements_of(layer_rows(rows_that_train(config))) if config.optimizer.optimizer == "muon" else 0
+def muon_rows(config: RunConfig) -> list[WeightRow]:
+    """Return the rows of matrices that Muon trains: those of layers."""
+    if config.optimizer.optimizer != "muon":
+        return []
+    return [*layer_rows(rows_that_train(config))]
 
 
 def fuses_gradients(config: RunConfig, *, cuda: bool) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from patch.config import RunConfig
-from patch.config.fields import scalars_of
+from patch.config.fields import scalars_of, with_values
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.layout import groups_along
@@ -128,6 +128,11 @@ def _time(time: StepTime, config: RunConfig, machine: Machine) -> PlanRow:
         if part.seconds >= _SHOWN * time.seconds:
             share = f"{part.seconds / time.seconds:.1%}"
             lines.append(f"{INDENT}{share:>6}  {timed(part.seconds):>8}  {part.name}")
+    if streamed := config.optimizer.optimizer_offload_streamed:
+        less = step_time(with_values(config, optimizer_offload_streamed=0.0), machine).seconds
+        if less < time.seconds * (1 - _SHOWN):
+            text = f"--optimizer-offload-streamed {streamed:g} slows the step: without it {timed(less)}"
+            lines.append(f"warning     {text}")
     formulas = [f"{part.name}: {part.formula}" for part in time.parts if part.seconds and part.formula]
     return PlanRow(lines, formulas)
 

@@ -1,9 +1,9 @@
 """A teacher's log-probabilities on disk: `llama-patch evaluate --distill-to` writes, a student reads them.
 
     STORE/teacher.json   `StoreHeader`
-    STORE/rows.bin       of each row: SHA-256 of its content, end in the other files (tokens), CRC-32 (`_ROW`)
-    STORE/ids.bin        int32 [T, K]: of each token with a loss, the K most likely tokens, likeliest first
-    STORE/logs.bin       float32 [T, K + 1]: their log-probabilities, then that of all other tokens together
+    STORE/rows.bin       of each row: SHA-256 of its content, end in the other file (tokens), CRC-32 (`_ROW`)
+    STORE/tokens.bin     float32 [T, 2 K + 1]: of each token with a loss, the K most likely tokens, likeliest
+                         first (ids below 2**24 are exact), their log-probabilities, that of all other tokens
 
 The log-probabilities are those of softmax(logits / temperature) over the whole vocabulary. So the K + 1
 numbers of a token are a distribution. Rows are found by content, so the student may have any layout,
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from zlib import crc32
 
 from patch.errors import ConfigError, DataError
@@ -28,7 +28,7 @@ from patch.storage.atomic import StagedFolder
 from patch.storage.places import open_to_read
 from patch.storage.text_files import read_json, read_small
 
-_HEADER, _ROWS, _IDS, _LOGS = "teacher.json", "rows.bin", "ids.bin", "logs.bin"
+_HEADER, _ROWS, _TOKENS = "teacher.json", "rows.bin", "tokens.bin"
 _ROW = struct.Struct("<32sQI")
 _NUMBER_BYTES = 4
 _MOST_INDEX_BYTES = 1 << 34
@@ -56,7 +56,7 @@ class StoreHeader:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token: K ids, K + 1 log-probabilities."""
+        """Bytes of a token's numbers."""
         return (2 * self.top_k + 1) * _NUMBER_BYTES
 
     @property
@@ -107,41 +107,32 @@ class TeacherRows:
 
     def __init__(self, folder: str) -> None:
         self.header, self.folder = read_header(folder), folder
-        count, width = self.header.rows, self.header.top_k * _NUMBER_BYTES
-        self._widths = width, width + _NUMBER_BYTES
         try:
             index = read_small(Path(folder) / _ROWS, _MOST_INDEX_BYTES)
-            if len(index) != count * _ROW.size or sha256(index).hexdigest() != self.header.index:
-                raise ValueError(f"{_ROWS} is not that of {_HEADER}")
-            self._maps = [self._mapped(name, w) for name, w in zip((_IDS, _LOGS), self._widths, strict=True)]
+            with open_to_read(Path(folder) / _TOKENS) as file:
+                self._tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            expected = self.header.num_bytes - len(index)
+            if sha256(index).hexdigest() != self.header.index or len(self._tokens) != expected:
+                raise ValueError(f"{_ROWS} or {_TOKENS} is not that of {_HEADER}")
         except (OSError, ValueError) as error:
             raise self._damaged(str(error)) from error
-        self._places: dict[bytes, tuple[int, int, int]] = {}
-        begin = 0
-        for digest, end, checksum in _ROW.iter_unpack(index):
-            self._places[digest] = begin, end, checksum
-            begin = end
+        ends = [end for _, end, _ in _ROW.iter_unpack(index)]
+        rows = zip(_ROW.iter_unpack(index), [0, *ends], strict=False)
+        self._places = {digest: (begin, end, checksum) for (digest, end, checksum), begin in rows}
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._places
 
-    def find(self, digest: bytes) -> tuple[bytes, bytes]:
-        """Return ids and log-probabilities of a row's tokens with a loss; the store must have the row.
+    def find(self, digest: bytes) -> bytes:
+        """Return the numbers of a row's tokens with a loss; the store must have the row.
 
         Raises:
             DataError: the row is damaged.
         """
-        begin, end, checksum = self._places[digest]
-        ids, logs = (own[begin * w : end * w] for own, w in zip(self._maps, self._widths, strict=True))
-        if crc32(logs, crc32(ids)) != checksum:
+        (begin, end, checksum), size = self._places[digest], self.header.token_bytes
+        found = self._tokens[begin * size : end * size]
+        if crc32(found) != checksum:
             raise self._damaged("a row has another checksum")
-        return ids, logs
-
-    def _mapped(self, name: str, width: int) -> mmap.mmap:
-        with open_to_read(Path(self.folder) / name) as file:
-            found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if len(found) != self.header.tokens * width:
-            raise ValueError(f"{name} has {len(found)} bytes, expected {self.header.tokens * width}")
         return found
 
     def _damaged(self, why: str) -> DataError:
@@ -155,16 +146,13 @@ class TeacherWriter:
     """Writes a store under a temporary name; `publish` gives it its name. It closes like a file."""
 
     def __init__(self, folder: Path) -> None:
-        self._staged = StagedFolder(
-            folder, folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old.tmp")
-        )
+        names = (folder.with_name(f".{folder.name}{ending}") for ending in (".tmp", ".old.tmp"))
+        self._staged = StagedFolder(folder, *names)
         self._staged.open()
-        self._files: dict[str, BinaryIO] = {
-            name: (self._staged.partial / name).open("wb") for name in (_ROWS, _IDS, _LOGS)
-        }
+        self._files = [(self._staged.partial / name).open("wb") for name in (_ROWS, _TOKENS)]
         self._index, self._known, self.num_tokens = sha256(), set[bytes](), 0
 
-    def add(self, digest: bytes, ids: bytes, logs: bytes, num_tokens: int) -> None:
+    def add(self, digest: bytes, found: bytes, num_tokens: int) -> None:
         """Add a row, unless a row of the same content is there.
 
         Raises:
@@ -174,10 +162,10 @@ class TeacherWriter:
             return
         self._known.add(digest)
         self.num_tokens += num_tokens
-        row = _ROW.pack(digest, self.num_tokens, crc32(logs, crc32(ids)))
+        row = _ROW.pack(digest, self.num_tokens, crc32(found))
         self._index.update(row)
-        for name, content in ((_ROWS, row), (_IDS, ids), (_LOGS, logs)):
-            self._files[name].write(content)
+        for file, content in zip(self._files, (row, found), strict=True):
+            file.write(content)
 
     def publish(self, facts: Mapping[str, Any]) -> StoreHeader:
         """Write the header from the facts that `add` does not know, and give the folder its name.
@@ -191,16 +179,14 @@ class TeacherWriter:
         header = StoreHeader(
             **facts, rows=len(self._known), tokens=self.num_tokens, index=self._index.hexdigest()
         )
-        self._close_files()
+        for file in self._files:
+            file.close()
         (self._staged.partial / _HEADER).write_text(json.dumps(asdict(header), indent=1) + "\n")
         self._staged.publish()
         return header
 
     def close(self) -> None:
         """Close the files; remove them if they are not published."""
-        self._close_files()
-        self._staged.discard()
-
-    def _close_files(self) -> None:
-        for file in self._files.values():
+        for file in self._files:
             file.close()
+        self._staged.discard()

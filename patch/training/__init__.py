@@ -28,8 +28,7 @@ def _token_mean(config: RunConfig) -> Objective:
 
 
 def _preference(config: RunConfig) -> Objective:
-    from patch.training.objectives.kto import Kto
-    from patch.training.objectives.preference import OddsRatio, Preference, SimpleMargin
+    from patch.training.objectives.preference import Kto, OddsRatio, Preference, SimpleMargin
 
     objectives = {"dpo": Preference, "orpo": OddsRatio, "simpo": SimpleMargin, "kto": Kto}
     return objectives[config.training.objective](config)

@@ -14,6 +14,8 @@ from patch.data import BatchReader
 from patch.data.order import StepReader, read_ahead
 from patch.data.samples import Batch
 from patch.distributed.collectives import barrier, max_over_world, sum_over
+from patch.logger import get_logger
+from patch.progress import LineTimer
 from patch.training.guards.phases import Phase
 from patch.training.state_placement import OomRetry
 from patch.training.step import Report, run_schedule
@@ -21,6 +23,8 @@ from patch.training.step_data import read_batches
 
 if TYPE_CHECKING:
     from patch.training.setup import Run
+
+_logger = get_logger(__name__)
 
 
 @contextmanager
@@ -84,21 +88,35 @@ def _record(run: Run, sums: list[list[float]], counts: list[float]) -> dict[str,
 
 def _sums_over_set(run: Run, name: str, reader: BatchReader) -> tuple[list[float], float]:
     """Return the sums of the reported values over a set (-inf on stages before the last), and its count."""
-    limit = run.config.data.eval_iters
-    steps = range(len(reader) if limit is None else min(limit, len(reader)))
     totals, count = [0.0] * len(run.data.objective.reported), 0.0
-    with read_ahead(reader, steps, run.config.data.data_prefetch) as ahead:
-        for index in steps:
-            run.phases.enter(Phase.EVALUATION)
-            batches, counted = read_global_batch(run, ahead, index, name)
-            run.data.objective.before_step(run, batches)
-            sums = sum_over(run.groups.dp_cp, _sums(run, batches), run.device)
-            totals = [total + each for total, each in zip(totals, sums, strict=True)]
-            count += counted
+    for batches, counted in global_batches(run, reader, name, run.config.data.eval_iters):
+        run.data.objective.before_step(run, batches)
+        sums = sum_over(run.groups.dp_cp, _sums(run, batches), run.device)
+        totals = [total + each for total, each in zip(totals, sums, strict=True)]
+        count += counted
     return totals, count
 
 
-def read_global_batch(run: Run, reader: StepReader, index: int, name: str) -> tuple[list[Batch], float]:
+def global_batches(
+    run: Run, reader: BatchReader, name: str, limit: int | None = None, *, work: str | None = None
+) -> Iterator[tuple[list[Batch], float]]:
+    """Yield this rank's micro-batches of each global batch of a set, and their count; inside `evaluating`.
+
+    Args:
+        name: the name of the set, for errors.
+        limit: the largest number of global batches, or None for all.
+        work: a name for the work, whose progress is then logged, or None.
+    """
+    steps, timer = range(len(reader) if limit is None else min(limit, len(reader))), LineTimer()
+    with read_ahead(reader, steps, run.config.data.data_prefetch) as ahead:
+        for index in steps:
+            run.phases.enter(Phase.EVALUATION)
+            yield _read_global_batch(run, ahead, index, name)
+            if work is not None and timer.is_due():
+                _logger.info("%s: %d of %d steps", work, index + 1, len(reader))
+
+
+def _read_global_batch(run: Run, reader: StepReader, index: int, name: str) -> tuple[list[Batch], float]:
     """Return this rank's micro-batches of a global batch, and the count over the micro-batches of all ranks.
 
     The last global batch of a set is padded with samples without learned tokens. Micro-batches with only

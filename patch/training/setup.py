@@ -22,11 +22,9 @@ from patch.convert.live_weights import ExpertRanks, mapped_parameters
 from patch.convert.mappings import TPShard
 from patch.data import BatchReader, load_tokenizer
 from patch.data.order import StepReader
-from patch.data.samples import SampleSource
 from patch.device import DeviceContext, usable_memory
 from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none, from_rank_0
-from patch.distributed.context_group import Zigzag
 from patch.logger import get_logger
 from patch.memory import SavedTensors, SimulatedDevice
 from patch.model import (
@@ -127,15 +125,8 @@ def build_run(
     config = with_samples(config, sets.num_train_samples, ahead=ahead)
     stages, optimizer = build_model(config, groups, context.device)
 
-    def reader(source: SampleSource, *, shuffle: bool, ahead: int = 0) -> BatchReader:
-        return BatchReader(
-            source, micro_batch_size=training.micro_batch_size, global_batch_size=training.global_batch_size,
-            dp_rank=groups.dp.rank(), dp_size=groups.dp.size(), seed=training.seed, shuffle=shuffle,
-            zigzag=Zigzag.of(groups.cp), ahead=ahead, make_batch=objective.collate,
-        )  # fmt: skip
-
-    train_reader = reader(sets.train, shuffle=not sets.train.is_shuffled, ahead=ahead)
-    valid_readers = {name: reader(source, shuffle=False) for name, source in sets.valid.items()}
+    train_reader = objective.reader(sets.train, groups, shuffle=not sets.train.is_shuffled, ahead=ahead)
+    valid_readers = {name: objective.reader(source, groups) for name, source in sets.valid.items()}
     data = RunData(
         objective, train_reader, valid_readers, sets.valid_weights, train_reader.place, sets.records
     )

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from patch.checks.run_length import num_train_samples
 from patch.config.schema import RunConfig
-from patch.data import Batch, BatchReader
-from patch.data.order import read_ahead
+from patch.data import Batch
+from patch.data.pretraining.provenance import vocabulary_hash
 from patch.data.samples import SampleSource
 from patch.distributed.collectives import all_or_none
 from patch.distributed.context_group import Zigzag
@@ -26,12 +26,10 @@ from patch.distributed.groups import shutdown
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.model import LikeliestTokens, LlamaModel, PackedSequences
-from patch.progress import LineTimer
 from patch.storage.teacher_store import TeacherWriter
 from patch.text import size_text
-from patch.training.evaluation import evaluating, forward_only, read_global_batch
-from patch.training.guards.phases import Phase
-from patch.training.objectives.distillation import digest_of, vocabulary_hash
+from patch.training.evaluation import evaluating, forward_only, global_batches
+from patch.training.objectives.distillation import digest_of
 from patch.training.objectives.objective import Objective
 from patch.training.setup import Run
 from patch.training.tasks.suite import run_of_weights
@@ -39,93 +37,80 @@ from patch.training.tasks.suite import run_of_weights
 _logger = get_logger(__name__)
 
 
-class TeacherPass(NamedTuple):
-    """Settings of a teacher's pass: the new folder, the number of tokens (K), and the temperature."""
-
-    folder: Path
-    top_k: int
-    temperature: float
-
-
 class _Teacher(Objective):
     """Reports the results of `likeliest_tokens`; nothing is learned."""
 
-    def __init__(self, config: RunConfig, asked: TeacherPass) -> None:
-        super().__init__(config)
-        self._asked = asked
+    asked: LikeliestTokens
+    """The question about each token with a loss; the mask is that of the batch."""
 
     def forward(
         self, model: LlamaModel, batch: Batch, packed: PackedSequences | None, gradient: float
     ) -> torch.Tensor:
-        asked = LikeliestTokens(batch.loss_mask, self._asked.top_k, self._asked.temperature)
-        return model(
-            batch.tokens, None, None, labels=batch.labels, loss_mask=asked, packed_seq_params=packed
-        )
+        return self.forward_with(self.asked._replace(mask=batch.loss_mask), model, batch, packed)
 
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
         """Return the output itself, and a zero loss that upstream's schedules require."""
         return {"loss": output.new_zeros(()), "likeliest": output}
 
 
-def write_store(config: RunConfig, asked: TeacherPass) -> None:
+def write_store(config: RunConfig, folder: Path, top_k: int, temperature: float) -> None:
     """Join a job, write the store of the weights at --load and the training set, leave the job.
 
-    Rank 0 writes; other ranks need no access to the folder.
+    The store is a new folder, with the `top_k` likeliest tokens at a temperature. Rank 0 writes; other ranks
+    need no access to the folder.
 
     Raises:
         PatchError: weights, tokenizer or data cannot be read, or the store cannot be written; on all ranks.
     """
     run = run_of_weights(config)
-    run.data.objective = objective = _Teacher(config, asked)
-    source = objective.build_datasets(run.tokenizer, partial(num_train_samples, config)).train
+    run.data.objective = objective = _Teacher(config)
+    objective.asked = LikeliestTokens(torch.empty(0), top_k, temperature)
+    source = objective.build_datasets(run.tokenizer, partial(_num_samples, config)).train
     facts = {
         "teacher": str(config.checkpoint.load), "vocab_size": config.model.vocab_size,
-        "tokenizer": vocabulary_hash(run.tokenizer), "sequence_length": config.sample_length,
-        "packing": config.data.packing, "seed": config.training.seed, "temperature": asked.temperature,
-        "top_k": asked.top_k,
+        "tokenizer": vocabulary_hash(run.tokenizer, config.model.vocab_size),
+        "sequence_length": config.sample_length, "packing": config.data.packing,
+        "seed": config.training.seed, "temperature": temperature, "top_k": top_k,
     }  # fmt: skip
+    writer: TeacherWriter | None = None
     with ExitStack() as stack, evaluating(run):
-        writers: list[TeacherWriter] = []
-        with all_or_none(), _written(asked.folder):
+        with _written(folder):
             if dist.get_rank() == 0:
-                writers.append(stack.enter_context(closing(TeacherWriter(asked.folder))))
-        for first, found in _likeliest_of(run, source, asked):
-            with all_or_none(), _written(asked.folder):
-                for writer in writers:
+                writer = stack.enter_context(closing(TeacherWriter(folder)))
+        for first, found in _likeliest_of(run, source, 2 * top_k + 1):
+            with _written(folder):
+                if writer is not None:
                     _add(writer, source, first, found.cpu())
-        with all_or_none(), _written(asked.folder):
-            for writer in writers:
+        with _written(folder):
+            if writer is not None:
                 header = writer.publish(facts)
                 size = size_text(header.num_bytes)
-                _logger.info("%s: %d rows, %d tokens, %s", asked.folder, header.rows, header.tokens, size)
+                _logger.info("%s: %d rows, %d tokens, %s", folder, header.rows, header.tokens, size)
     shutdown()
 
 
-def _likeliest_of(run: Run, source: SampleSource, asked: TeacherPass) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the first of DP x B samples, and their results [DP B, S, 2 K + 1], equal on all ranks."""
-    config, groups, timer = run.config, run.groups, LineTimer()
-    size, zigzag = config.training.micro_batch_size, Zigzag.of(groups.cp)
-    reader = BatchReader(
-        source, micro_batch_size=size, global_batch_size=config.training.global_batch_size,
-        dp_rank=groups.dp.rank(), dp_size=groups.dp.size(), seed=config.training.seed, shuffle=False,
-        zigzag=zigzag,
-    )  # fmt: skip
-    shape = groups.dp.size() * size, config.sample_length, 2 * asked.top_k + 1
-    positions = zigzag.cut(torch.arange(config.sample_length), 0).to(run.device)
-    own, steps = slice(groups.dp.rank() * size, (groups.dp.rank() + 1) * size), range(len(reader))
-    with read_ahead(reader, steps, config.data.data_prefetch) as ahead:
-        for index in steps:
-            run.phases.enter(Phase.EVALUATION)
-            batches, _ = read_global_batch(run, ahead, index, "the training set")
-            reports = forward_only(run, batches)
-            for number in range(len(batches)):
-                whole = torch.zeros(shape, device=run.device)
-                if reports and not groups.tp.rank():  # other TP ranks have the same, earlier stages have none
-                    whole[own, positions] = reports[number]["likeliest"]
-                dist.all_reduce(whole)
-                yield index * config.training.global_batch_size + number * shape[0], whole
-            if timer.is_due():
-                _logger.info("teacher: %d of %d steps", index + 1, len(reader))
+def _num_samples(config: RunConfig, samples_per_epoch: int) -> int:
+    """Return the samples of a student's run; of rows at least one epoch."""
+    least = samples_per_epoch if config.data.dataset_type == "raw" else 0
+    return max(least, num_train_samples(config, samples_per_epoch))
+
+
+def _likeliest_of(run: Run, source: SampleSource, width: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the first of DP x B samples, and their results [DP B, S, width], equal on all ranks."""
+    training, groups, length = run.config.training, run.groups, run.config.sample_length
+    size, reader = training.micro_batch_size, run.data.objective.reader(source, groups)
+    shape = groups.dp.size() * size, length, width
+    positions = Zigzag.of(groups.cp).cut(torch.arange(length), 0).to(run.device)
+    own = slice(groups.dp.rank() * size, (groups.dp.rank() + 1) * size)
+    steps = global_batches(run, reader, "the training set", work="teacher")
+    for begin, (batches, _) in zip(count(0, training.global_batch_size), steps, strict=False):
+        reports = forward_only(run, batches)
+        for number in range(len(batches)):
+            whole = torch.zeros(shape, device=run.device)
+            if reports and not groups.tp.rank():  # other TP ranks have the same, earlier stages have none
+                whole[own, positions] = reports[number]["likeliest"]
+            dist.all_reduce(whole)
+            yield begin + number * shape[0], whole
 
 
 def _add(writer: TeacherWriter, source: SampleSource, first: int, found: torch.Tensor) -> None:
@@ -133,14 +118,16 @@ def _add(writer: TeacherWriter, source: SampleSource, first: int, found: torch.T
     for index, result in enumerate(found[: len(source) - first], first):
         sample = source[index]
         if (digest := digest_of(sample)) is not None:
-            ids, logs = result[sample.loss_mask != 0].tensor_split([found.shape[2] // 2], dim=1)
-            writer.add(digest, ids.int().numpy().tobytes(), logs.numpy().tobytes(), len(ids))
+            learned = result[sample.loss_mask != 0]
+            writer.add(digest, learned.numpy().tobytes(), len(learned))
 
 
 @contextmanager
 def _written(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        why = f"{error.strerror or error}; make room there, or name another folder"
-        raise DataError(f"the store {folder} cannot be written: {why}") from error
+    """Context in which rank 0 writes to the store; errors are raised on all ranks."""
+    with all_or_none():
+        try:
+            yield
+        except OSError as error:
+            why = f"{error.strerror or error}; make room there, or name another folder"
+            raise DataError(f"the store {folder} cannot be written: {why}") from error

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from patch.config.choices import MomentType
-from patch.optimizer.kernels import AdamKernel, AdamScalars, AdamStates, Scalars, SgdScalars, UpdateItem
+from patch.optimizer.kernels import AdamKernel, AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.kernels.low_bit_moments import DTYPES, RngCoords, scale_name
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
 
@@ -31,10 +31,16 @@ def scalars(**changes: Any) -> AdamScalars:
     return AdamScalars(**usual | {"grad_scale": 0.37} | changes)
 
 
+class Sgd(AdamScalars):
+    """Scalars of states without a second moment."""
+
+    momentum = property(lambda self: self.beta1)
+
+
 RULES = [
     scalars(),
     scalars(decoupled_weight_decay=False),
-    *(SgdScalars(lr=3e-4, momentum=m, weight_decay=0.1, grad_scale=0.37) for m in (0.9, 0)),
+    *(Sgd(lr=3e-4, beta1=m, beta2=0, eps=1, weight_decay=0.1, step=1, grad_scale=0.37) for m in (0.9, 0)),
 ]
 """AdamW, Adam, SGD with momentum, and without."""
 RULE_NAMES = ["AdamW", "Adam", "SGD", "SGD without momentum"]
@@ -43,7 +49,7 @@ RULE_NAMES = ["AdamW", "Adam", "SGD", "SGD without momentum"]
 def make_items(
     form: str,
     grad_dtype: torch.dtype,
-    step: Scalars | None = None,
+    step: AdamScalars | None = None,
     *,
     seed: int = 0,
     scale: float = 1.0,
@@ -73,8 +79,8 @@ def make_items(
             kept = (np.nan_to_num(x, posinf=0, neginf=0) for x in (master, grad, exp_avg, exp_avg_sq))
             master, grad, exp_avg, exp_avg_sq = (np.where(np.abs(x) > 1e18, scale, x) for x in kept)
         states = _narrowed(_states(form, master, exp_avg, np.abs(exp_avg_sq)), moments)
-        if isinstance(first, SgdScalars):
-            states = states._replace(exp_avg_sq=None, **{} if first.momentum else {"exp_avg": None})
+        if isinstance(first, Sgd):
+            states = states._replace(exp_avg_sq=None, **{} if first.beta1 else {"exp_avg": None})
         out = AdamStates(*(t if t is None else place(torch.full_like(t, 7)) for t in states))
         states = AdamStates(*(t if t is None else place(t) for t in states))
         gradient = place(torch.from_numpy(grad).to(grad_dtype))

@@ -30,7 +30,7 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.groups import split_instances
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup
-from patch.optimizer.kernels import AdamKernel, AdamScalars, SgdScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16, sgd
 from patch.optimizer.states import host_update
 from patch.optimizer.states.offload import Offload
@@ -200,15 +200,14 @@ class Oracle:
         for name, parameter in self._trained.items():
             common = {"lr": LR, "weight_decay": 0.1 if parameter.ndim > 1 else 0.0, "grad_scale": scale}
             states = [self.masters[name], self.exp_avg[name], self.exp_avg_sq[name]]
+            scalars = AdamScalars(
+                beta1=0.9, beta2=0.95, eps=1e-8, step=self._step_count,
+                decoupled_weight_decay=self._rule == "AdamW", **common,
+            )  # fmt: skip
             if self._rule == "SGD":
                 del states[2]
-                sgd_scalars = SgdScalars(momentum=0.9, **common)
-                updated = sgd(states[0], gradients[name], states[1], scalars=sgd_scalars)
+                updated = sgd(states[0], gradients[name], states[1], scalars=scalars)
             else:
-                scalars = AdamScalars(
-                    beta1=0.9, beta2=0.95, eps=1e-8, step=self._step_count,
-                    decoupled_weight_decay=self._rule == "AdamW", **common,
-                )  # fmt: skip
                 updated = adam(states[0], gradients[name], *states[1:], scalars)
             for old, new in zip(states, updated, strict=True):
                 old[...] = new

@@ -135,10 +135,10 @@ def _work(config: RunConfig, arguments: Sequence[str]) -> int:
     if len(arguments) == 1:
         return _evaluate(config, *arguments)
     with quick_start():
-        from patch.training.teacher import TeacherPass, write_store
+        from patch.training.teacher import write_store
 
     folder, top_k, temperature = arguments
-    write_store(config, TeacherPass(Path(folder), int(top_k), float(temperature)))
+    write_store(config, Path(folder), int(top_k), float(temperature))
     return 0
 
 

@@ -18,7 +18,6 @@ from patch.checks.rules import RULES
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
 from patch.config.fields import FIELDS, assemble, scalar_of, value_of, with_values
-from patch.config.positions import refuse
 from patch.config.schema import CheckpointConfig, ParallelConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
@@ -97,10 +96,8 @@ def shrink(run: RunConfig, machine: MachineFacts, most: int, folder: Path, *, is
         folder: folder of the proof; its subfolder `made` has tokenizer and data.
         is_for_gpus: whether the run is for GPUs. Then flags whose `auto` depends on a GPU are set explicitly.
     Raises:
-        ConfigError: no shrunk run passes the rules, or the optimizer is not AdamW.
+        ConfigError: no shrunk run passes the rules.
     """
-    if run.optimizer.optimizer != "adam":
-        refuse("optimizer", run.optimizer.optimizer, "adam", "a proof compares the two moments of AdamW")
     whole, refusals, of_device = Sizes.of(run), list[ConfigError](), dict[str, Any]()
     if is_for_gpus and run.optimizer.gradient_accumulation_fusion is None:
         of_device["gradient_accumulation_fusion"] = True

@@ -30,12 +30,12 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from patch.config.choices import InputJoin
+from patch.config.choices import InputJoin, RowKind
 from patch.config.data_spec import COLUMNS_OF_TURNS
 from patch.data.formats.contents import read_tools
 from patch.data.formats.keys import (
@@ -175,6 +175,18 @@ def to_unpaired(
     context = [turn._replace(learned=False) for turn in prompt]
     whole = _conversation([*context, *_turns_of(row, "completion", where, of_turns)], row, where)
     return replace(whole, is_answer=True), label
+
+
+def read_row(
+    kind: RowKind, row: dict[str, Any], where: str, options: FormatOptions = PLAIN
+) -> tuple[Sequence[Conversation | Text], bool]:
+    """Return the conversations or texts of a row, and its label; False without one."""
+    if kind == "pair":
+        return to_pair(row, where, options), False
+    if kind == "unpaired":
+        answer, label = to_unpaired(row, where, options)
+        return [answer], label
+    return [to_conversation(row, where, options)], False
 
 
 def _renamed(

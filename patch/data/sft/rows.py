@@ -8,12 +8,12 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import Conversation, Text, columns_in, to_conversation, to_pair, to_unpaired
+from patch.data.formats import Conversation, Text, columns_in, read_row
 from patch.data.rendering import ChatRenderer, Span, SpanEncoder
 from patch.data.sft.options import SftOptions
 from patch.data.sft.truncation import Headers, Tokens, cut
@@ -80,7 +80,7 @@ class RowTokenizer:
             DataError: the row has no known format, or cannot be rendered or encoded.
         """
         value = pickle.loads(item.value)
-        rows, label = self._read(value, item.where)
+        rows, label = read_row(self._kind, value, item.where, self._options.format)
         is_special, is_partly_encoded = any(map(self.renderer.holds_special_token, rows)), False
         whole: list[Tokens] = []
         samples = [spans for row in rows for spans in self.renderer.samples(row)]
@@ -118,15 +118,6 @@ class RowTokenizer:
             is_partly_encoded,
             columns_in(value, self._options.format.columns),
         )
-
-    def _read(self, value: dict[str, Any], where: str) -> tuple[Sequence[Conversation | Text], bool]:
-        """Return the conversations or texts of a row, and its label; False without one."""
-        if self._kind == "pair":
-            return to_pair(value, where, self._options.format), False
-        if self._kind == "unpaired":
-            row, label = to_unpaired(value, where, self._options.format)
-            return [row], label
-        return [to_conversation(value, where, self._options.format)], False
 
     def _cut(self, tokens: Tokens, row: Conversation | Text, length: int) -> list[Tokens]:
         if len(tokens.ids) <= length + 1:

@@ -13,15 +13,13 @@ from patch.logger import get_logger
 from patch.optimizer.kernels.build import BuildError
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
-from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, AdamStates, Scalars, SgdScalars, UpdateItem
+from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, AdamStates, UpdateItem
 
 __all__ = [
     "TRITON_CURE",
     "AdamKernel",
     "AdamScalars",
     "AdamStates",
-    "Scalars",
-    "SgdScalars",
     "UpdateItem",
     "adam_kernel",
     "sums_of_squares",

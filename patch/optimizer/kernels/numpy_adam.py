@@ -13,11 +13,11 @@ from patch.optimizer.kernels.low_bit_moments import codes, midpoints
 from patch.optimizer.kernels.spec import (
     AdamScalars,
     AdamStates,
-    SgdScalars,
     UpdateItem,
     bf16_param,
     check_item,
     copy_other_params,
+    is_sgd,
     moment_kinds,
 )
 
@@ -49,7 +49,7 @@ def _update_part(item: UpdateItem, part: slice) -> None:
         master = join_split(states.param, states.master)
     grad = item.grad[part].float().numpy()
     moments = [_widened(states, which) for which in range(len(states.moments))]
-    if isinstance(item.scalars, SgdScalars):
+    if is_sgd(item):
         new, *moments = sgd(master, grad, *moments, scalars=item.scalars)
     else:
         exp_avg, exp_avg_sq = moments
@@ -161,10 +161,10 @@ def adam(
 
 
 def sgd(
-    master: np.ndarray, grad: np.ndarray, exp_avg: np.ndarray | None = None, *, scalars: SgdScalars
+    master: np.ndarray, grad: np.ndarray, exp_avg: np.ndarray | None = None, *, scalars: AdamScalars
 ) -> tuple[np.ndarray, ...]:
     """Return the reference update of SGD: new master, and exp_avg if it is given; see `adam`."""
-    scale, momentum, *_, lr, _, _, decay = map(np.float32, scalars.constants)
+    scale, momentum, *_, lr, _, _, decay = map(np.float32, scalars.sgd_constants)
     g = grad * scale + decay * master
     if exp_avg is None:
         return (master - lr * g,)

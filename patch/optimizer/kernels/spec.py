@@ -26,7 +26,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -38,11 +38,13 @@ from patch.optimizer.kernels.low_bit_moments import KINDS, RngCoords
 class AdamScalars:
     """The scalars of one parameter group's update in one step.
 
+    States without a second moment are updated by SGD, which takes no `beta2`, `eps` and `step`.
     Source: Loshchilov & Hutter, arXiv:1711.05101, algorithm 2: AdamW (`decoupled_weight_decay`) or Adam.
     """
 
     lr: float
     beta1: float
+    """Decay of the first moment; SGD's momentum."""
     beta2: float
     eps: float
     weight_decay: float
@@ -69,24 +71,10 @@ class AdamScalars:
         *others, step_size, root_bias2, eps, decay = self.constants
         return *others, step_size * root_bias2, 1.0, eps * root_bias2, decay
 
-
-@dataclass(frozen=True, kw_only=True)
-class SgdScalars:
-    """The scalars of one parameter group's update by SGD, whose weight decay is of the gradient."""
-
-    lr: float
-    momentum: float
-    weight_decay: float
-    grad_scale: float = 1.0
-    decoupled_weight_decay: ClassVar[bool] = False
-
     @property
-    def constants(self) -> tuple[float, ...]:
-        """Return the scalars in the places of `AdamScalars.constants`."""
-        return self.grad_scale, self.momentum, 1.0, 0.0, 0.0, self.lr, 1.0, 0.0, self.weight_decay
-
-
-Scalars = AdamScalars | SgdScalars
+    def sgd_constants(self) -> tuple[float, ...]:
+        """Return the scalars of SGD in the places of `constants`."""
+        return self.grad_scale, self.beta1, 1.0, 0.0, 0.0, self.lr, 1.0, 0.0, self.weight_decay
 
 
 class AdamStates(NamedTuple):
@@ -115,7 +103,7 @@ class UpdateItem(NamedTuple):
     """(numel,) float32 or bfloat16; not changed."""
 
     states: AdamStates
-    scalars: Scalars
+    scalars: AdamScalars
     out: AdamStates | None = None
     """Where the results are written, with the dtypes of `states`, or None to overwrite `states`."""
 
@@ -159,14 +147,16 @@ def check_item(item: UpdateItem) -> None:
 
 def constants_of(item: UpdateItem) -> tuple[float, ...]:
     """Return the scalars of an item's update, in the order of `AdamScalars.constants`."""
-    if isinstance(item.scalars, AdamScalars) and any(moment_kinds(item)):
+    if is_sgd(item):
+        return item.scalars.sgd_constants
+    if any(moment_kinds(item)):
         return item.scalars.folded_constants
     return item.scalars.constants
 
 
 def rng_numbers(item: UpdateItem) -> tuple[int, ...]:
     """Return the numbers of an item's `RngCoords` for kernels, or unused values without RngCoords."""
-    if item.draw is None or isinstance(item.scalars, SgdScalars):
+    if item.draw is None:
         return 0, 1, 1, 0, 0, 0
     return item.draw.numbers(item.scalars.step)
 

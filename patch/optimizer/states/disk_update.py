@@ -14,13 +14,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
-
-from patch.memory import HOST, DiskMemory, OffloadDevice
+from patch.memory import HOST, DiskMemory
 from patch.memory.disk import Jobs
-from patch.optimizer.kernels import Scalars
-from patch.optimizer.states.chunk import BucketShard, Chunk, StateChunk
-from patch.optimizer.states.host_buffers import OutputBuffers
+from patch.optimizer.kernels import AdamScalars
+from patch.optimizer.states.chunk import Chunk, StateChunk
+from patch.optimizer.states.host_buffers import HostedChunks, OutputBuffers
 from patch.optimizer.states.host_update import HostUpdates, _ChunkUpdate
 
 NUM_BUFFERS = 4
@@ -36,16 +34,8 @@ class _Buffer:
 class DiskUpdates(HostUpdates):
     """The updates of all chunks on the disk; see HostUpdates."""
 
-    def __init__(
-        self,
-        shards: Sequence[BucketShard],
-        dtypes: Mapping[str, torch.dtype],
-        size: int,
-        device: OffloadDevice,
-        spare_bytes: int,
-        disk: DiskMemory,
-    ) -> None:
-        super().__init__(shards, dtypes, size, device, spare_bytes, disk)
+    def __init__(self, chunks: HostedChunks, disk: DiskMemory) -> None:
+        super().__init__(chunks, disk)
         self._disk = disk
         self._free: deque[_Buffer] = deque()
         self._reads: dict[StateChunk, _Buffer] = {}
@@ -62,9 +52,9 @@ class DiskUpdates(HostUpdates):
         while len(self._free) > min(num_chunks, NUM_BUFFERS):
             self._free.pop()
         while len(self._free) < min(num_chunks, NUM_BUFFERS):
-            self._free.append(_Buffer(self._buffers.make_states(HOST)))
+            self._free.append(_Buffer(self._hosted.make_states(HOST)))
 
-    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[Scalars]) -> None:
+    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
         """Update chunks in the background; see HostUpdates."""
         super().start_updates(chunks, scalars)
         self._order = chunks
@@ -132,7 +122,7 @@ class DiskUpdates(HostUpdates):
         assert self._taken is not None
         return self._taken.states, self._taken.states
 
-    def _compute(self, update: _ChunkUpdate, scalars: Sequence[Scalars], outputs: OutputBuffers) -> None:
+    def _compute(self, update: _ChunkUpdate, scalars: Sequence[AdamScalars], outputs: OutputBuffers) -> None:
         buffer, begin = self._taken, time.perf_counter()
         assert buffer is not None
         for job in buffer.jobs:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -23,21 +25,41 @@ _INPUT_MEMORY_SHARE = 0.25
 _NUM_ALWAYS = 2
 
 
+class HostedChunks(NamedTuple):
+    """Facts of chunks in host memory or on a disk, which all their updates need."""
+
+    shards: Sequence[BucketShard]
+    """The bucket shards, whose gradients and parameters are on the device and have the same dtypes."""
+    dtypes: Mapping[str, torch.dtype]
+    """The dtypes of the updated states."""
+    size: int
+    """Elements of a chunk."""
+    device: OffloadDevice
+    spare_bytes: int
+    """Host memory of this process without the states."""
+
+    def make_states(self, memory: Allocator) -> dict[str, Chunk]:
+        """Allocate buffers in `memory` for the states of any chunk."""
+        return {
+            name: Chunk(self.size // elements_of(name), memory, dtype) for name, dtype in self.dtypes.items()
+        }
+
+
 class InputBuffers:
     """Pinned copies of the gradients, and parameters, that the update of one chunk reads."""
 
-    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
-        self.grad = device.allocate_pinned(size, like.grad.dtype)
-        is_master = like.param.dtype != torch.float16
-        self.param = device.allocate_pinned(size, like.param.dtype) if is_master else None
+    def __init__(self, chunks: HostedChunks) -> None:
+        like, allocate = chunks.shards[0], partial(chunks.device.allocate_pinned, chunks.size)
+        self.grad = allocate(like.grad.dtype)
+        self.param = allocate(like.param.dtype) if like.param.dtype != torch.float16 else None
         """Parameters that are masters (fp32) or the high bits of masters (bf16); None for fp16."""
 
 
 class OutputBuffers:
     """Pinned buffers that the update of one chunk writes."""
 
-    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
-        self.param = device.allocate_pinned(size, like.param.dtype)
+    def __init__(self, chunks: HostedChunks) -> None:
+        self.param = chunks.device.allocate_pinned(chunks.size, chunks.shards[0].param.dtype)
         self.shadow: dict[str, Chunk] = {}
         """The new states of a speculative update; empty if updates overwrite the old states."""
         self.copied: Event | None = None
@@ -48,30 +70,17 @@ class HostBuffers:
     """Pools of input and output buffers.
 
     Args:
-        size: elements of a chunk.
-        dtypes: dtypes of the states of a chunk.
-        like: a bucket shard; all shards have the same dtypes of gradients and parameters.
-        spare_bytes: host memory of this process without the states.
         memory: memory of the states of speculative updates.
     """
 
-    def __init__(
-        self,
-        size: int,
-        dtypes: Mapping[str, torch.dtype],
-        like: BucketShard,
-        device: OffloadDevice,
-        spare_bytes: int,
-        memory: Allocator = HOST,
-    ) -> None:
-        self._size, self._dtypes, self._like, self._device = size, dtypes, like, device
-        self._memory = memory
+    def __init__(self, chunks: HostedChunks, memory: Allocator) -> None:
+        self._chunks, self._memory, like = chunks, memory, chunks.shards[0]
         grad_bytes, param_bytes = like.grad.dtype.itemsize, like.param.dtype.itemsize
-        state_bytes = bytes_of(dtypes) if memory is HOST else 0
-        shadow_bytes = size * (param_bytes + state_bytes)
-        self._max_shadows = int(_SHADOW_MEMORY_SHARE * spare_bytes / shadow_bytes)
-        input_bytes = size * (grad_bytes + param_bytes)
-        self._max_inputs = _NUM_ALWAYS + int(_INPUT_MEMORY_SHARE * spare_bytes) // input_bytes
+        state_bytes = bytes_of(chunks.dtypes) if memory is HOST else 0
+        shadow_bytes = chunks.size * (param_bytes + state_bytes)
+        self._max_shadows = int(_SHADOW_MEMORY_SHARE * chunks.spare_bytes / shadow_bytes)
+        input_bytes = chunks.size * (grad_bytes + param_bytes)
+        self._max_inputs = _NUM_ALWAYS + int(_INPUT_MEMORY_SHARE * chunks.spare_bytes) // input_bytes
         self.inputs: deque[InputBuffers] = deque()
         """Input buffers that no update uses."""
         self.outputs: list[OutputBuffers] = []
@@ -82,27 +91,17 @@ class HostBuffers:
     def resize(self, num_chunks: int) -> None:
         """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
         while len(self.outputs) < min(_NUM_ALWAYS, num_chunks):
-            self.outputs.append(self._make_outputs())
+            self.outputs.append(OutputBuffers(self._chunks))
         most = max(_NUM_ALWAYS, int(num_chunks * _INPUT_SHARE))
         num_inputs = min(num_chunks, most, self._max_inputs)
         while len(self.inputs) > num_inputs:
             self.inputs.pop()
         while len(self.inputs) < num_inputs:
-            self.inputs.append(InputBuffers(self._size, self._like, self._device))
+            self.inputs.append(InputBuffers(self._chunks))
         num_shadows = min(int(num_chunks * _SPECULATIVE_SHARE), self._max_shadows)
         while len(self.shadow_outputs) > num_shadows:
             self.shadow_outputs.pop()
         while len(self.shadow_outputs) < num_shadows:
-            outputs = self._make_outputs()
-            outputs.shadow = self.make_states(self._memory)
+            outputs = OutputBuffers(self._chunks)
+            outputs.shadow = self._chunks.make_states(self._memory)
             self.shadow_outputs.append(outputs)
-
-    def make_states(self, memory: Allocator) -> dict[str, Chunk]:
-        """Allocate buffers in `memory` for the states of any chunk."""
-        return {
-            name: Chunk(self._size // elements_of(name), memory, dtype)
-            for name, dtype in self._dtypes.items()
-        }
-
-    def _make_outputs(self) -> OutputBuffers:
-        return OutputBuffers(self._size, self._like, self._device)

@@ -27,11 +27,11 @@ from typing import NamedTuple
 import torch
 
 from patch.compat.torch_internals import region
-from patch.memory import HOST, Allocator, Event, Joinable, OffloadDevice
-from patch.optimizer.kernels import AdamStates, Scalars, UpdateItem, adam_kernel
+from patch.memory import HOST, Allocator, Event, Joinable
+from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
 from patch.optimizer.kernels.low_bit_moments import elements_of
 from patch.optimizer.states.chunk import BucketShard, Chunk, ChunkRange, StateChunk
-from patch.optimizer.states.host_buffers import HostBuffers, InputBuffers, OutputBuffers
+from patch.optimizer.states.host_buffers import HostBuffers, HostedChunks, InputBuffers, OutputBuffers
 
 # Speculation pauses while it has failed in more than this share of recent steps.
 _MAX_FAILURE_RATE = 0.2
@@ -56,6 +56,14 @@ def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tenso
     return AdamStates(param, *moments, None, *scales)
 
 
+def item_of(
+    states: Mapping[str, Chunk], r: ChunkRange, shard: BucketShard, scalars: Sequence[AdamScalars]
+) -> UpdateItem:
+    """Return the update on the device of a range of a chunk with these states."""
+    own = adam_states(states, r.in_chunk, shard.param[r.in_shard])
+    return UpdateItem(shard.grad[r.in_shard], own, scalars[r.group], None, r.draw)
+
+
 class _ChunkUpdate:
     """The update of one chunk in one step, whose gradients are final at `grads_final`."""
 
@@ -77,30 +85,19 @@ class HostUpdates:
     """The updates of all chunks on the host.
 
     Args:
-        shards: the bucket shards, whose gradients and parameters are on the device.
-        size: elements of a chunk.
-        spare_bytes: host memory of this process without the states.
         memory: memory of the states of speculative updates.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[BucketShard],
-        dtypes: Mapping[str, torch.dtype],
-        size: int,
-        device: OffloadDevice,
-        spare_bytes: int,
-        memory: Allocator = HOST,
-    ) -> None:
-        self._shards, self._device = shards, device
-        self._buffers = HostBuffers(size, dtypes, shards[0], device, spare_bytes, memory)
+    def __init__(self, chunks: HostedChunks, memory: Allocator = HOST) -> None:
+        self._hosted, self._shards, self._device = chunks, chunks.shards, chunks.device
+        self._buffers = HostBuffers(chunks, memory)
         self._kernel = adam_kernel(torch.device("cpu"))
-        self._worker = ThreadPoolExecutor(1, "host-adam", initializer=device.set_device)
+        self._worker = ThreadPoolExecutor(1, "host-adam", initializer=chunks.device.set_device)
         self._lock = Lock()
         """Guards `_buffers.inputs` and `_queue`."""
         self._queue: deque[_ChunkUpdate] = deque()
         """Updates that the worker has not begun, in order; during backward only some are submitted to it."""
-        self._expected: Sequence[Scalars] | None = None
+        self._expected: Sequence[AdamScalars] | None = None
         """The scalars of the current step's update without clipping, or None outside of a step."""
         self._updates: dict[StateChunk, _ChunkUpdate] = {}
         """The updates of the current step's chunks whose gradients are known to be final."""
@@ -120,7 +117,7 @@ class HostUpdates:
         """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
         self._buffers.resize(num_chunks)
 
-    def start_step(self, expected: Sequence[Scalars]) -> None:
+    def start_step(self, expected: Sequence[AdamScalars]) -> None:
         """Begin a step before its backward, with the scalars of each parameter group for no clipping."""
         self._expected = expected
 
@@ -140,7 +137,7 @@ class HostUpdates:
             job = self._worker.submit(self._update_speculatively, update, outputs, self._expected)
             self._speculations[chunk] = _Speculation(update, outputs, job)
 
-    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[Scalars]) -> None:
+    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
         """Update all chunks on the host in the background, in the order in which their parameters are needed.
 
         At the end of the current stream, all gradients must be final and old parameters no longer read.
@@ -247,7 +244,7 @@ class HostUpdates:
     # The methods below run in the worker thread.
 
     def _update_speculatively(
-        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[Scalars]
+        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> None:
         with self._inputs_of(update):
             self._compute(update, scalars, outputs)
@@ -259,7 +256,7 @@ class HostUpdates:
         return self._copy_params_back(update.chunk, outputs, update.chunk.ranges)
 
     def _update_in_place(
-        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[Scalars]
+        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> Event:
         with self._inputs_of(update):
             self._compute(update, scalars, outputs)
@@ -288,7 +285,7 @@ class HostUpdates:
         return update.chunk.states, outputs.shadow or update.chunk.states
 
     def _compute(
-        self, update: _ChunkUpdate, scalars: Sequence[Scalars], outputs: OutputBuffers
+        self, update: _ChunkUpdate, scalars: Sequence[AdamScalars], outputs: OutputBuffers
     ) -> None:
         assert update.inputs is not None and update.inputs_copied is not None
         update.inputs_copied.synchronize()

@@ -7,6 +7,7 @@ waits for the shard's new parameters (`wait_for_update`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -23,13 +24,14 @@ from patch.memory import (
     TorchAllocator,
     write_values,
 )
-from patch.optimizer.kernels import AdamKernel, AdamScalars, Scalars, SgdScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels import AdamKernel, AdamScalars, adam_kernel
 from patch.optimizer.kernels.low_bit_moments import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.param_groups import ParamGroup, group_rates
 from patch.optimizer.states.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.states.disk_update import DiskUpdates
-from patch.optimizer.states.host_update import HostUpdates, adam_states
+from patch.optimizer.states.host_buffers import HostedChunks
+from patch.optimizer.states.host_update import HostUpdates, item_of
 from patch.optimizer.states.offload import Offload, Placement
 from patch.optimizer.states.streamed_update import StreamedUpdates
 
@@ -104,7 +106,7 @@ class HybridAdam:
         self.dtypes: dict[str, torch.dtype] = {}
         """The dtype of each state, by its name; parameters of one dtype have only some of the states."""
         for shard, is_matrix in product(shards, {group.orthogonalizes for group in groups}):
-            self.dtypes |= self.state_dtypes(shard.param.dtype, is_matrix)
+            self.dtypes |= state_dtypes(config, shard.param.dtype, is_matrix)
         on_device = (shard.grad.device for shard in shards if not shard.is_on_host)
         device = next(on_device, torch.device("cpu"))
         self._kernel = _device_kernel(device, offload)
@@ -127,8 +129,8 @@ class HybridAdam:
         self._disk = offload.disk if offload else None
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
-        self.manager.allocate(self.state_dtypes)
-        self._scalars: list[Scalars] | None = None
+        self.manager.allocate(partial(state_dtypes, config))
+        self._scalars: list[AdamScalars] | None = None
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
         self._reductions: dict[StateChunk, list[Joinable]] = {}
@@ -136,10 +138,6 @@ class HybridAdam:
         the last reduction to start may not be the last to end."""
         self._resize_host_buffers()
         self.copy_model_params_to_main_params()
-
-    def state_dtypes(self, param_dtype: torch.dtype, orthogonalizes: bool = False) -> dict[str, torch.dtype]:
-        """Return the names and dtypes of the states of parameters of some dtype, or of Muon's matrices."""
-        return state_dtypes(self._config, param_dtype, orthogonalizes)
 
     def _register(
         self, shards: Sequence[BucketShard], *, are_moved: bool, streamed: float
@@ -173,14 +171,15 @@ class HybridAdam:
         there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
         spare_bytes = max(0, offload.host_bytes - there - state_bytes)
         updated = {name: dtype for name, dtype in self.dtypes.items() if name != MOMENTUM}
-        common = self.shards, updated, size
+        chunks = HostedChunks(self.shards, updated, size, offload.device, spare_bytes)
         streamed, disk = None, None
         if offload.streamed:
-            streamed = StreamedUpdates(*common, offload.streams or offload.device, self._kernel)
+            on_device = chunks._replace(device=offload.streams or offload.device)
+            streamed = StreamedUpdates(on_device, self._kernel)
         if offload.disk is not None:
-            spare_bytes //= 2
-            disk = DiskUpdates(*common, offload.device, spare_bytes, offload.disk)
-        return HostUpdates(*common, offload.device, spare_bytes), disk, streamed
+            chunks = chunks._replace(spare_bytes=spare_bytes // 2)
+            disk = DiskUpdates(chunks, offload.disk)
+        return HostUpdates(chunks), disk, streamed
 
     def _resize_host_buffers(self) -> None:
         for updates in self._all_updates:
@@ -287,9 +286,7 @@ class HybridAdam:
             for r in chunk.ranges:
                 if r.shard not in wanted:
                     continue
-                shard = self.shards[r.shard]
-                states = adam_states(chunk.states, r.in_chunk, shard.param[r.in_shard])
-                items.append(UpdateItem(shard.grad[r.in_shard], states, self._scalars[r.group], None, r.draw))
+                items.append(item_of(chunk.states, r, self.shards[r.shard], self._scalars))
         with region("update of buckets %s", list(indices)):
             self._kernel.update(items)
 
@@ -313,26 +310,21 @@ class HybridAdam:
         for chunk in self._chunks_of[index]:
             yield from chunk.views(name, index, begin, end)
 
-    def _scalars_of(self, lr: float | Sequence[float], grad_scale: float, step: int) -> list[Scalars]:
-        config, found = self._config, list[Scalars]()
-        for rate, group in zip(group_rates(lr, self._groups), self._groups, strict=True):
-            common = {"lr": rate, "weight_decay": group.weight_decay, "grad_scale": grad_scale}
-            if group.orthogonalizes:  # gradients are already directions
-                found.append(SgdScalars(lr=rate, weight_decay=group.weight_decay, momentum=0.0))
-                continue
-            if config.optimizer == "sgd":
-                found.append(SgdScalars(**common, momentum=config.sgd_momentum))
-                continue
-            adam = AdamScalars(
-                **common,
-                beta1=config.adam_beta1,
+    def _scalars_of(self, lr: float | Sequence[float], grad_scale: float, step: int) -> list[AdamScalars]:
+        config = self._config
+        return [
+            AdamScalars(
+                lr=rate,
+                beta1=config.sgd_momentum if config.optimizer == "sgd" else config.adam_beta1,
                 beta2=config.adam_beta2,
                 eps=config.adam_eps,
+                weight_decay=group.weight_decay,
                 step=step,
+                grad_scale=1.0 if group.orthogonalizes else grad_scale,  # gradients are already directions
                 decoupled_weight_decay=config.decoupled_weight_decay,
             )
-            found.append(adam)
-        return found
+            for rate, group in zip(group_rates(lr, self._groups), self._groups, strict=True)
+        ]
 
 
 def _chunk_size(shards: Sequence[BucketShard], offload: Offload | None) -> int:

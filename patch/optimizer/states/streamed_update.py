@@ -10,17 +10,15 @@ bits, so the streamed share changes none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from patch.compat.torch_internals import region
 from patch.layout.buckets import NUM_STREAMED
-from patch.memory import Event, Joinable, OffloadDevice
-from patch.optimizer.kernels import AdamKernel, Scalars, UpdateItem
-from patch.optimizer.kernels.low_bit_moments import elements_of
-from patch.optimizer.states.chunk import BucketShard, Chunk, StateChunk
-from patch.optimizer.states.host_update import adam_states
+from patch.memory import Event, Joinable
+from patch.optimizer.kernels import AdamKernel, AdamScalars
+from patch.optimizer.states.chunk import Chunk, StateChunk
+from patch.optimizer.states.host_buffers import HostedChunks
+from patch.optimizer.states.host_update import item_of
 
 
 class _Buffer:
@@ -30,7 +28,7 @@ class _Buffer:
 
 
 class StreamedUpdates:
-    """The streamed updates of a rank; see HostUpdates for the arguments and for methods of the same names.
+    """The streamed updates of a rank; see HostUpdates for methods of the same names.
 
     Args:
         kernel: the device's kernel.
@@ -39,16 +37,8 @@ class StreamedUpdates:
     failure_rate, busy_s, waited_s, disk_wait_s = 0.0, 0.0, 0.0, 0.0
     """No update is speculative, and no thread of the host works or waits."""
 
-    def __init__(
-        self,
-        shards: Sequence[BucketShard],
-        dtypes: Mapping[str, torch.dtype],
-        size: int,
-        device: OffloadDevice,
-        kernel: AdamKernel,
-    ) -> None:
-        self._shards, self._dtypes, self._size, self._device = shards, dtypes, size, device
-        self._kernel = kernel
+    def __init__(self, chunks: HostedChunks, kernel: AdamKernel) -> None:
+        self._hosted, self._device, self._kernel = chunks, chunks.device, kernel
         self._buffers: list[_Buffer] = []
         self._updated: dict[StateChunk, Event] = {}
         """The end of each chunk's update in the last step."""
@@ -68,13 +58,9 @@ class StreamedUpdates:
             for chunk in buffer.states.values():
                 chunk.memory.free(chunk.data)
         while len(self._buffers) < min(num_chunks, NUM_STREAMED):
-            states = {
-                name: Chunk(self._size // elements_of(name), self._device, dtype)
-                for name, dtype in self._dtypes.items()
-            }
-            self._buffers.append(_Buffer(states))
+            self._buffers.append(_Buffer(self._hosted.make_states(self._device)))
 
-    def start_step(self, expected: Sequence[Scalars]) -> None:
+    def start_step(self, expected: Sequence[AdamScalars]) -> None:
         """Do nothing: updates begin with `start_updates`."""
 
     def grads_ready(self, chunk: StateChunk, after: Sequence[Joinable]) -> None:
@@ -83,7 +69,7 @@ class StreamedUpdates:
     def cancel_step(self) -> None:
         """Do nothing: before `start_updates` nothing has begun."""
 
-    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[Scalars]) -> None:
+    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
         """Queue the updates of all streamed chunks, in the order in which their parameters are needed."""
         self._updated = {}
         final = self._device.record_event()
@@ -92,17 +78,13 @@ class StreamedUpdates:
             self._update(chunk, buffer, scalars, final)
 
     def _update(
-        self, chunk: StateChunk, buffer: _Buffer, scalars: Sequence[Scalars], final: Event
+        self, chunk: StateChunk, buffer: _Buffer, scalars: Sequence[AdamScalars], final: Event
     ) -> None:
         own = {name: each for name, each in buffer.states.items() if name in chunk.states}
         there = [(chunk.states[n].data, each.data[: chunk.states[n].size]) for n, each in own.items()]
         # Copies back run in order, so the last use of the buffer is behind the chunk's own last copy back.
         arrived = self._device.copy_to_device(there, buffer.copied_back or self._last)
-        items = []
-        for r in chunk.ranges:
-            shard = self._shards[r.shard]
-            states = adam_states(own, r.in_chunk, shard.param[r.in_shard])
-            items.append(UpdateItem(shard.grad[r.in_shard], states, scalars[r.group], None, r.draw))
+        items = [item_of(own, r, self._hosted.shards[r.shard], scalars) for r in chunk.ranges]
 
         def update() -> None:
             with region("streamed update of chunk %d", chunk.index):

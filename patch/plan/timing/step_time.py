@@ -29,7 +29,8 @@ from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing import communication as links
 from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
-from patch.text import timed
+from patch.plan.timing.muon_time import muon_seconds, orthogonalization_flops
+from patch.text import scaled, timed
 
 _LOGIT_BYTES = {True: 6, False: 20}
 """Bytes per logit. On a GPU, Triton kernels read it twice and write it once, in 16 bits, outside of products.
@@ -171,9 +172,11 @@ def step_time(config: RunConfig, machine: Machine) -> StepTime:
     """Return the planned time of a step."""
     costs = StepCosts(config, machine)
     parts, timing = list(_passes(costs)), costs.timing
+    if config.training.objective == "kto":
+        parts.insert(0, _reference_point(costs))
     if costs.schedule.pp_size > 1:
         formula = f"the order of passes, simulated; equal stages idle {costs.schedule.formula:.1%}"
-        idle = timing.step - sum(part.seconds for part in parts)
+        idle = timing.step - sum(part.seconds for part in parts if part.name != _POINT)
         parts.append(StepPart("pipeline bubble and messages", idle, formula))
     parts += _after_last_backward(costs)
     seconds = sum(part.seconds for part in parts)
@@ -181,6 +184,18 @@ def step_time(config: RunConfig, machine: Machine) -> StepTime:
     flops = flops_per_step(config).model / seconds / config.world_size
     mfu = flops / machine.peak_flops(config.training.precision) if machine.is_gpu else None
     return StepTime(parts, seconds, tokens / seconds, flops, mfu, max(timing.computing), timing.bubble)
+
+
+_POINT = "KTO's reference point"
+
+
+def _reference_point(costs: StepCosts) -> StepPart:
+    """The forward of all mismatched answers before a step of KTO, without gradients of the output layer."""
+    pp_size, count = costs.schedule.pp_size, costs.config.num_micro_batches
+    forward = [*costs.forward[:-1], costs.forward[-1] - costs.loss * 2 / 3]
+    longest = max(sum(forward[rank::pp_size]) for rank in range(pp_size))
+    text = f"({count} micro-batches + {pp_size} - 1) x {timed(longest)}: a forward of mismatched answers"
+    return StepPart(_POINT, (count + pp_size - 1) * longest, text)
 
 
 _PARTS = {
@@ -233,6 +248,12 @@ def _after_last_backward(costs: StepCosts) -> Iterator[StepPart]:
     update = own * costs.update * (1 - fraction)
     text = f"{own / 1e6:.0f} M states a rank: norm {timed(own * read + latency)}, Adam {timed(update)}"
     yield StepPart("norm and update", own * read + update + latency, text)
+    if (flops := orthogonalization_flops(config)) > 0:
+        computing, sent = muon_seconds(config, machine)
+        steps = config.optimizer.muon_num_ns_steps
+        text = f"{scaled(flops)}FLOP a rank: {steps} x (4 n n m + 2 n n n) of its share of matrices [n, m]"
+        yield StepPart("Newton-Schulz of Muon", computing, text)
+        yield StepPart("whole matrices for Muon", sent)
     if fraction:
         yield StepPart("states on the host, exposed", _host_update(costs, own * fraction))
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from patch.data import Batch, DataSets, Sample
+from patch.data.pretraining.provenance import vocabulary_hash
 from patch.data.samples import SampleSource
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConfigError, DataError
@@ -22,7 +23,7 @@ from patch.preflight.data_record import SetRecord
 from patch.storage.teacher_store import TeacherRows
 from patch.training.objectives.objective import Objective
 
-_IDS, _LOGS = "teacher_ids", "teacher_logs"
+_TEACHER = "teacher"
 
 
 def digest_of(sample: Sample) -> bytes | None:
@@ -44,11 +45,6 @@ def digest_of(sample: Sample) -> bytes | None:
     return found.digest()
 
 
-def vocabulary_hash(tokenizer: Any) -> str:
-    """Return a hash of a tokenizer's tokens and their ids."""
-    return sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
-
-
 class TaughtSource:
     """Training samples with the teacher's log-probabilities of their tokens, as extra tensors."""
 
@@ -61,15 +57,12 @@ class TaughtSource:
 
     def __getitem__(self, index: int) -> Sample:
         sample, count = self._source[index], self._rows.header.top_k
-        ids = torch.arange(count, dtype=torch.int32).repeat(len(sample.tokens), 1)  # all different
-        logs = torch.zeros(len(sample.tokens), count + 1)
+        taught = torch.arange(2.0 * count + 1).repeat(len(sample.tokens), 1)  # the ids are all different
+        taught[:, count:] = 0
         if (digest := digest_of(sample)) is not None:
-            learned = sample.loss_mask != 0
-            stored = self._rows.find(digest)
-            for whole, own in zip((ids, logs), stored, strict=True):
-                found = torch.frombuffer(bytearray(own), dtype=whole.dtype)
-                whole[learned] = found.view(-1, whole.shape[1])
-        return sample._replace(extra_tensors={**sample.extra_tensors, _IDS: ids, _LOGS: logs})
+            found = torch.frombuffer(bytearray(self._rows.find(digest)), dtype=taught.dtype)
+            taught[sample.loss_mask != 0] = found.view(-1, taught.shape[1])
+        return sample._replace(extra_tensors={**sample.extra_tensors, _TEACHER: taught})
 
     def place(self, index: int) -> str:
         """See `SampleSource`."""
@@ -108,7 +101,7 @@ class Distillation(Objective):
         sets = super().build_datasets(tokenizer, num_train_samples)
         with all_or_none():
             rows = TeacherRows(str(self.config.data.distill_from))
-            if vocabulary_hash(tokenizer) != rows.header.tokenizer:
+            if vocabulary_hash(tokenizer, self.config.model.vocab_size) != rows.header.tokenizer:
                 raise ConfigError(
                     f"the tokenizer has other tokens or ids than that of the teacher {rows.header.teacher}; "
                     "expected equal vocabularies. Choose a teacher of the same family",
@@ -126,13 +119,9 @@ class Distillation(Objective):
     ) -> torch.Tensor:
         """See `Objective`. Batches of an evaluation have no teacher."""
         data, teacher = self.config.data, None
-        if _IDS in batch.extra_tensors:
-            ids, logs = batch.extra_tensors[_IDS], batch.extra_tensors[_LOGS]
-            teacher = TeacherTokens(ids, logs, data.distill_alpha, data.distill_temperature)
-        learned = LossMask(batch.loss_mask, gradient, teacher)
-        return model(
-            batch.tokens, None, None, labels=batch.labels, loss_mask=learned, packed_seq_params=packed
-        )
+        if (taught := batch.extra_tensors.get(_TEACHER)) is not None:
+            teacher = TeacherTokens(taught, data.distill_alpha, data.distill_temperature)
+        return self.forward_with(LossMask(batch.loss_mask, gradient, teacher), model, batch, packed)
 
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
         """Return means over tokens of the loss and its parts; an evaluation has cross entropy alone."""

@@ -11,9 +11,10 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import RunConfig
-from patch.data import Batch, DataSets, Sample, build_datasets, collate
+from patch.data import Batch, BatchReader, DataSets, Sample, build_datasets, collate
+from patch.data.samples import SampleSource
 from patch.distributed.context_group import Zigzag
-from patch.model import LlamaModel, LossMask, PackedSequences, sum_aligned
+from patch.model import LikeliestTokens, LlamaModel, LossMask, PackedSequences, sum_aligned
 from patch.storage.names import DATA_INDEX_FOLDER
 
 if TYPE_CHECKING:
@@ -91,6 +92,17 @@ class Objective:
             batches: this rank's micro-batches, on the host.
         """
 
+    def reader(
+        self, source: SampleSource, groups: ProcessGroupCollection, *, shuffle: bool = False, ahead: int = 0
+    ) -> BatchReader:
+        """Return the reader of this rank's micro-batches of a set; see `BatchReader`."""
+        training = self.config.training
+        return BatchReader(
+            source, micro_batch_size=training.micro_batch_size, global_batch_size=training.global_batch_size,
+            dp_rank=groups.dp.rank(), dp_size=groups.dp.size(), seed=training.seed, shuffle=shuffle,
+            zigzag=Zigzag.of(groups.cp), ahead=ahead, make_batch=self.collate,
+        )  # fmt: skip
+
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Build a micro-batch of whole samples on the host; it is then cut for each context-parallel rank."""
         return collate(samples)
@@ -115,9 +127,19 @@ class Objective:
         """
         known = None if self.has_token_losses else gradient
         learned = None if self._is_aligned else LossMask(batch.loss_mask, known)
+        return self.forward_with(learned, model, batch, packed)
+
+    def forward_with(
+        self,
+        asked: LossMask | LikeliestTokens | None,
+        model: LlamaModel,
+        batch: Batch,
+        packed: PackedSequences | None,
+    ) -> torch.Tensor:
+        """Return the output of a pipeline stage; the last one computes what is asked of each token."""
         # RoPE needs no position ids, causal attention no mask.
         return model(
-            batch.tokens, None, None, labels=batch.labels, loss_mask=learned, packed_seq_params=packed
+            batch.tokens, None, None, labels=batch.labels, loss_mask=asked, packed_seq_params=packed
         )
 
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:

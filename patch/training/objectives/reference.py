@@ -27,20 +27,17 @@ import numpy as np
 import torch
 
 from patch.config.schema import RunConfig
-from patch.data import Batch, BatchReader, DataSets
-from patch.data.order import read_ahead
+from patch.data import Batch, DataSets
 from patch.data.packing import PairSource
 from patch.data.sft.options import sft_options
 from patch.distributed.collectives import from_rank_0
-from patch.distributed.context_group import Zigzag
 from patch.errors import CheckpointError, DataError
 from patch.logger import get_logger
 from patch.progress import LineTimer
 from patch.storage.atomic import write_atomically
 from patch.storage.names import DATA_CACHE_FOLDER, REFERENCE_FILE
 from patch.storage.text_files import read_json, read_small
-from patch.training.evaluation import evaluating, forward_only, read_global_batch
-from patch.training.guards.phases import Phase
+from patch.training.evaluation import evaluating, forward_only, global_batches
 from patch.training.objectives.objective import Objective
 from patch.training.run_state import base_checksum, checksum
 
@@ -126,30 +123,19 @@ class ReferenceObjective(Objective):
 
     def _computed(self, run: Run, source: PairSource) -> torch.Tensor:
         """Compute the sums [2 N] of a set's sequences in one pass over the set; the same on all ranks."""
-        config, groups, timer = self.config, run.groups, LineTimer()
-        name = source.name
-        reader = BatchReader(
-            source, micro_batch_size=config.training.micro_batch_size,
-            global_batch_size=config.training.global_batch_size, dp_rank=groups.dp.rank(),
-            dp_size=groups.dp.size(), seed=config.training.seed, shuffle=False, zigzag=Zigzag.of(groups.cp),
-            make_batch=self.collate,
-        )  # fmt: skip
+        groups, name, timer = run.groups, source.name, LineTimer()
+        work, reader = f"reference of {name}", self.reader(source, run.groups)
         values = torch.zeros(len(self.reference), device=run.device)
-        with evaluating(run), read_ahead(reader, range(len(reader)), config.data.data_prefetch) as ahead:
-            for index in range(len(reader)):
-                run.phases.enter(Phase.EVALUATION)
-                batches, _ = read_global_batch(run, ahead, index, name)
+        with evaluating(run):
+            for batches, _ in global_batches(run, reader, name, work=work):
                 for own in self.passes(batches):
                     for batch, report in zip(own, forward_only(run, own), strict=False):
                         is_real = batch.of_sequences["sign"] != 0
                         values[batch.of_sequences["number"][is_real].to(run.device)] = report["sums"][is_real]
-                if timer.is_due():
-                    _logger.info("reference of %s: %d of %d steps", name, index + 1, len(reader))
         if groups.tp.rank() or groups.cp.rank():
             values.zero_()  # TP rank 0, CP rank 0 has the same values; stages before the last have none
         torch.distributed.all_reduce(values)
-        counted = len(source.sizes), self.unit
-        _logger.info("reference of %s: %d %s in %.0f s", name, *counted, timer.elapsed_s())
+        _logger.info("%s: %d %s in %.0f s", work, len(source.sizes), self.unit, timer.elapsed_s())
         return values[source.first : source.first + 2 * len(source.sizes)].cpu()
 
     def _conditions(self, source: PairSource) -> str:

@@ -1,5 +1,6 @@
 """The loss without logits: upstream's bits in one chunk, its precision in several, and a chunk's memory."""
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,7 +72,7 @@ class Problem:
         logs = F.log_softmax(logits / temperature, dim=2)
         top, ids = logs.topk(count, dim=2)
         rest = logs.exp().scatter(2, ids, 0.0).sum(dim=2, keepdim=True).clamp(min=1e-38).log()
-        return TeacherTokens(ids.int(), torch.cat((top, rest), dim=2), 0.7, temperature)
+        return TeacherTokens(torch.cat((ids, top, rest), dim=2), 0.7, temperature)
 
     def upstream(self) -> Found:
         """By megatron-core's output layer and cross entropy, which hold all logits."""
@@ -133,7 +134,8 @@ class Problem:
 
     def _divergence(self, logits: torch.Tensor, teacher: TeacherTokens) -> torch.Tensor:
         """By torch's kl_div. If all tokens are chosen, it is that of the whole vocabulary."""
-        ids, goal = (tensor.flatten(0, 1) for tensor in teacher[:2])
+        taught = teacher.taught.flatten(0, 1)
+        ids, goal = taught.tensor_split([taught.shape[1] // 2], dim=1)
         logs = F.log_softmax(logits / teacher.temperature, dim=1)
         own = logs.gather(1, ids.long())
         if ids.shape[1] == logs.shape[1]:
@@ -249,8 +251,8 @@ def run_peaks(rank: int, world_size: int) -> tuple[int, int, int]:
     learned = LossMask(torch.ones(1, tokens), 1.0)
     part = VocabularyShard(0, vocab_size, group)
 
-    ids, logs = torch.arange(3).expand(1, tokens, 3), torch.full((1, tokens, 4), 0.25).log()
-    with_teacher = learned._replace(teacher=TeacherTokens(ids, logs, 0.5, 2.0))
+    taught = torch.tensor([0.0, 1.0, 2.0, *[math.log(0.25)] * 4]).expand(1, tokens, 7)
+    with_teacher = learned._replace(teacher=TeacherTokens(taught, 0.5, 2.0))
 
     def chunked(learned: LossMask = learned) -> None:
         losses = linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=False, chunk=128)

@@ -7,11 +7,13 @@ import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from torch.utils.flop_counter import FlopCounterMode
-from training_runs import CPU, build_stages
+from training_runs import CPU, build_seeded_run, build_stages
 
 from patch.config import RunConfig
 from patch.model import PackedSequences, initialize_weights
 from patch.plan.flops import attended_pairs, flops_per_step
+from patch.plan.timing.muon_time import orthogonalization_flops
+from patch.training.step import train_step
 
 BORDERS = [0, 10, 32, 37, 64]
 """Of the sequences of two rows of 32 tokens."""
@@ -24,6 +26,14 @@ COUNTED: dict[str, dict[str, Any]] = {
     "biases and head norms": {"add_qkv_bias": True, "qk_layernorm": True, "num_query_groups": 4},
 }
 PACKED = ("rows", "packed")
+MUON: dict[str, dict[str, Any]] = {
+    "ZeRO-1": {"dp": 2, "data_parallel_sharding": "optimizer"},
+    "ZeRO-0": {"dp": 2, "data_parallel_sharding": "none", "muon_num_ns_steps": 3},
+    "TP": {"tp": 2, "sequence_parallel": True},
+    "PP": {"pp": 2, "freeze": r"layers.[02]..*mlp"},
+    "adapters": {"lora_rank": 3, "dp": 2},
+    "experts": {"dp": 2, "num_experts": 4, "expert_model_parallel_size": 2},
+}
 
 
 def run_of(changes: dict[str, Any]) -> RunConfig:
@@ -45,8 +55,39 @@ def run_all(rank: int, world_size: int) -> dict[Any, int]:
             with FlopCounterMode(display=False) as counter:
                 model(tokens, None, None, labels=tokens, packed_seq_params=packed).sum().backward()
             found[name, kind] = counter.get_total_flops()
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(tokens, None, None, labels=tokens)
+        found[name, "forward"] = counter.get_total_flops()
         new_job()
     return found
+
+
+def muon_flops(rank: int, world_size: int) -> dict[str, int]:
+    """FLOPs by torch's counter of the directions of one step, on this rank."""
+    found = {}
+    for name, changes in MUON.items():
+        run = build_seeded_run(small_run(optimizer="muon", **changes))
+        counter = FlopCounterMode(display=False)
+        orthogonalize = run.optimizer._muon.orthogonalize
+
+        def counted(scale: float, work: Any = orthogonalize, counter: Any = counter) -> None:
+            with counter:
+                work(scale)
+
+        run.optimizer._muon.orthogonalize = counted  # type: ignore[method-assign]
+        train_step(run, 0)
+        found[name] = counter.get_total_flops()
+        new_job()
+    return found
+
+
+@pytest.mark.long
+def test_flops_of_muon_are_those_of_torchs_counter() -> None:
+    """Over both ranks, which divide the matrices of the model as the plan says."""
+    ranks = run_distributed(muon_flops, 2)
+    for name, changes in MUON.items():
+        config = small_run(optimizer="muon", **changes)
+        assert sum(each[name] for each in ranks) == pytest.approx(2 * orthogonalization_flops(config)), name
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +104,9 @@ def test_flops_are_those_of_torchs_counter(counted: dict, name: str, kind: str) 
     flops = flops_per_step(run_of(COUNTED[name]), sum(length**2 for length in lengths))
     assert counted[name, kind] == flops.hardware
     assert (flops.hardware > flops.model) == (name in ("selective", "full", "block"))
+    pairs, of_kto = 2 * 32**2, run_of({**COUNTED[name], "objective": "kto"})
+    more = flops_per_step(of_kto, pairs).hardware - flops_per_step(run_of(COUNTED[name]), pairs).hardware
+    assert more == counted[name, "forward"]
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 7, 8, 9])

@@ -7,6 +7,7 @@ import pytest
 from planned_runs import planned_run as run
 
 from patch.device import GPU_LIBRARIES
+from patch.plan import report as plan_report
 from patch.plan import resolve
 from patch.plan.flops import flops_per_step
 from patch.plan.timing.layer_time import layer_times
@@ -129,3 +130,23 @@ def test_streamed_states_leave_the_host_less_to_do():
     copies = 10 * costs.states / (host.host_link_bandwidth * host.reached.host_link)
     assert seconds[1] < seconds[2] < seconds[0]
     assert seconds[2] == pytest.approx(copies - costs.forward[0], rel=1e-3)
+    rows = (plan_report._time(step_time(config, each), config, each) for each in (host, H100))
+    warned = [" slows the step" in str(row) for row in rows]
+    assert warned == [False, True]
+
+
+def test_muon_and_kto_have_parts_of_their_own():
+    """A layer of 8B has 4 x 4096 x (n, m) matrices; FLOPs of them are counted in test_flops.py."""
+    config = run(dp=8, flags="--optimizer muon --data-parallel-sharding optimizer")
+    found, rate = parts(config), H100.bf16_flops * H100.reached.gemm
+    shapes = 2 * [(4096, 4096)] + 2 * [(1024, 4096)] + 3 * [(4096, 14336)]
+    flops = 32 * 5 * sum(4 * n * n * m + 2 * n**3 for n, m in shapes) / 8
+    assert found["Newton-Schulz of Muon"] == pytest.approx(flops / rate)
+    elements = 32 * sum(n * m for n, m in shapes)
+    gather = elements * 4 * 2 * 7 / 8 / (H100.node_link_bandwidth * H100.reached.node_link)
+    assert found["whole matrices for Muon"] == pytest.approx(gather, rel=0.05)
+    config = run(pp=2, flags="--objective kto --sft --dataset-type raw")
+    costs = StepCosts(config, H100)
+    longest = max(costs.forward[0], costs.forward[1] - costs.loss * 2 / 3)
+    passes = config.num_micro_batches + 1
+    assert parts(config)["KTO's reference point"] == pytest.approx(passes * longest)

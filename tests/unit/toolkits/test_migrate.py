@@ -20,10 +20,10 @@ RUNS = {
         "dataset_type": "raw", "packing": True,
         "seq_length": 1024, "max_padding_length": 1024, "micro_batch_size": 2, "global_batch_size": 16,
         "lr": 1e-4, "train_iters": 305, "lr_warmup_iters": 31, "precision": "bf16", "weight_decay": 0.0,
-        "adam_beta2": 0.999, "data_parallel_sharding": ZeroStage.PARAMETERS, "quantize_base": "nf4",
+        "adam_beta2": 0.999, "data_parallel_sharding": ZeroStage.PARAMETERS, "quantize_base": "nf4-double",
         "output_path": "FOLDER/saves/a b", "optimizer_offload_policy": "static", "clip_grad": 1.0,
         "lr_decay_style": "linear",
-    }, ["val_size: use --valid-data-path", "colour: nothing here", "template", "double_quantization",
+    }, ["val_size: use --valid-data-path", "colour: nothing here", "template",
         "dataset: use --train-data-path"]),
     "run.yml": (["--gpus", "4"], {
         "train_data_path": "FOLDER/rows.json FOLDER/more.json", "columns": "instruction=ask", "packing": True,

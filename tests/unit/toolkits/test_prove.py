@@ -29,6 +29,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "tp_comm_overlap": False,
     },
     "CP by heads, TP without SP, adapters": {"tp": 2, "cp": 2, "cp_comm_type": "a2a", "lora_rank": 3},
+    "TP DP, ZeRO-2, Muon": {
+        "tp": 2, "dp": 2, "sequence_parallel": True, "data_parallel_sharding": "gradients",
+        "optimizer": "muon", "precision": "fp32",
+    },
 }  # fmt: skip
 
 

@@ -66,9 +66,7 @@ NF4: dict[str, Any] = {
 NF4_CHAIN: Layouts = {
     "one": {},
     "SP": SP2,
-    "PP interleaved": {"pp": 2, "stage": 1},
     "ZeRO-3, base in shards": {"dp": 2, **ZERO_3, "recompute_granularity": "full"},
-    "ZeRO-2": {"dp": 2, **ZERO_2, **HALF, "optimizer_offload_chunk_size": 999},
     "base on the host": ON_HOST,
 }
 SOME = EXPERTS | {"lora_rank": 3, "lora_target_modules": "*.experts.*", "moe_layer_freq": "[1]*2+[0]*2"}
@@ -96,7 +94,6 @@ MUON_CHAIN: Layouts = {
     "one": {},
     "TP x PP, SP": SP2 | {"pp": 2},
     "DP, ZeRO-2, half offloaded": {"dp": 4, "reduce_bucket_size": 9000, **ZERO_2, **HALF},
-    "TP x DP, replicated": {"tp": 2, "dp": 2, **NONE},
     "TP x DP, ZeRO-3, half offloaded": {"tp": 2, "dp": 2, **ZERO_3, **HALF},
     "one again, on the host": {"reduce_bucket_size": 50_000, **ON_HOST},
 }

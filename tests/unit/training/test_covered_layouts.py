@@ -118,7 +118,8 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "EP": {"1": {}, "2": {"expert_model_parallel_size": 2}},
     "ETP": {"-": {}} | {size: {"expert_tensor_parallel_size": int(size)} for size in "12"},
     "tokens": {"alltoall": {}, "allgather": {"moe_token_dispatcher_type": "allgather"}},
-    "LoRA": {"no": {}, "yes": {"lora_rank": 3}, "nf4": {"lora_rank": 3, "quantize_base": "nf4"}},
+    "LoRA": {"no": {}, "yes": {"lora_rank": 3}}
+    | {name: {"lora_rank": 3, "quantize_base": name} for name in ("nf4", "nf4-double")},
     "objective": {
         "sft": {}, **{name: {"objective": name, "dpo_beta": 0.5} for name in ("dpo", "orpo")},
         "kto": {"objective": "kto", "dpo_beta": 0.5, "undesirable_weight": 0.1},
@@ -126,6 +127,11 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "freeze": {"no": {}, "yes": {"freeze": r"embed|\.0\..*(mlp|moe)|o_proj|dense"}},
     "noise": {"no": {}, "yes": {"neftune_noise_alpha": 20.0}},
+    "optimizer": {
+        "adam": {},
+        "sgd": {"optimizer": "sgd", "lr": 0.1},
+        "muon": {"optimizer": "muon", "muon_scale_mode": "shape_scaling"},
+    },
 }  # fmt: skip
 WITH_EXPERTS = ("mixtral", "qwen-moe", "deepseek")
 CHANGE_SUMS = {
@@ -233,7 +239,7 @@ def one_process_of(row: Row) -> RunConfig:
     """
     ours = run_of(row)
     has_row_sums = ours.experts.moe_aux_loss_coeff or ours.training.neftune_noise_alpha
-    kept = ("PR", "model", "LoRA", "objective", "freeze", "noise", *(["packing"] if has_row_sums else []))
+    kept = "PR model LoRA objective freeze noise optimizer".split() + ["packing"] * bool(has_row_sums)
     changes = changes_of(FIRST | {column: row[column] for column in kept})
     size = ours.training.micro_batch_size if "packing" in kept else changes["global_batch_size"]
     layers = {name: getattr(ours.model, name) for name in ("num_layers", "moe_layer_freq")}
@@ -250,7 +256,7 @@ def changes_of(row: Row) -> dict[str, Any]:
     if row["model"] == "deepseek":
         changes["moe_layer_freq"] = f"[0]+[1]*{num_layers - 1}"
     changes = SHAPE | changes
-    if row["LoRA"] == "nf4" and row["model"] != "deepseek":  # a rank has whole blocks of 64
+    if row["LoRA"].startswith("nf4") and row["model"] != "deepseek":  # a rank has whole blocks of 64
         sizes = (name for name in changes if name.endswith(("hidden_size", "intermediate_size")))
         changes |= {"kv_channels": 16, **dict.fromkeys(sizes, 128)}
     return changes | {"num_layers": num_layers, "global_batch_size": SAMPLES[row["packing"]]}
@@ -279,7 +285,7 @@ def taught(batch: Batch) -> Batch:
     """A teacher that says the same five tokens, and the rest, whenever it sees the same label."""
     ids = (7 * batch.labels[..., None] + 31 * torch.arange(5)) % SHAPE["vocab_size"]
     logs = torch.log_softmax(3 * torch.sin(batch.labels[..., None] + torch.arange(6.0)), dim=-1)
-    return batch._replace(extra_tensors={"teacher_ids": ids.int(), "teacher_logs": logs})
+    return batch._replace(extra_tensors={"teacher": torch.cat((ids, logs), dim=-1)})
 
 
 def rows_of_run(config: RunConfig) -> list[PairSource]:
@@ -331,7 +337,7 @@ def train(config: RunConfig) -> Trained:
 @pytest.fixture(scope="module")
 def of_one() -> dict[RunConfig, Trained]:
     configs = list({one_process_of(row): None for row in ROWS})
-    return dict(zip(configs, run_distributed(train_all, 1, configs)[0], strict=True))
+    return dict(zip(configs, run_distributed(train_all, 1, configs, timeout_s=1000)[0], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -356,8 +362,12 @@ def test_row_trains_as_one_process(of_one: dict, of_eight: list, number: int) ->
 
 
 def test_rows_are_proved_by_llama_patch_prove(tmp_path: Path) -> None:
-    """A fourth of them; with its own tokens, every gradient, weight and state."""
-    assert not prove_all([shrunk(run_of(row), tmp_path / str(n)) for n, row in enumerate(ROWS[::4])])
+    """A fourth of them; with its own tokens, every gradient, weight and state.
+
+    An nf4 base is read from a folder, and transformers has no BLOOM with grouped heads.
+    """
+    rows = [row for row in ROWS[::4] if row["model"] != "bloom" or "nf4" not in row["LoRA"]]
+    assert not prove_all([shrunk(run_of(row), tmp_path / str(n)) for n, row in enumerate(rows)])
 
 
 @pytest.mark.parametrize("model", COLUMNS["model"])

@@ -36,7 +36,7 @@ from patch.storage.teacher_store import read_header
 from patch.training.guards.phases import PhaseClock
 from patch.training.hooks.hook import Record
 from patch.training.setup import build_run
-from patch.training.teacher import TeacherPass, write_store
+from patch.training.teacher import write_store
 from patch.training.trainer import Trainer
 from patch.training.worker import _compare_data
 
@@ -117,13 +117,13 @@ def all_runs(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             "valid_data_path": None, "load": str(folder / "teacher"), "cache_dir": str(folder / "cache"),
             "output_path": str(folder / "teacher's run"),
         }  # fmt: skip
-        write_store(family_run(folder / "teacher", **flags), TeacherPass(folder / name, top_k, temperature))
+        write_store(family_run(folder / "teacher", **flags), folder / name, top_k, temperature)
         rejoin()
     if rank == 0:
         shutil.copytree(folder / "padded", folder / "damaged")
-        content = bytearray((folder / "damaged" / "logs.bin").read_bytes())
+        content = bytearray((folder / "damaged" / "tokens.bin").read_bytes())
         content[-1] ^= 1
-        (folder / "damaged" / "logs.bin").write_bytes(content)
+        (folder / "damaged" / "tokens.bin").write_bytes(content)
     found: dict[str, Any] = {name: train(config_of(folder, name)) for name in STUDENTS}
     if rank == 0:
         root = folder / "run tp" / "checkpoint"
