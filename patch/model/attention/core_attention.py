@@ -21,11 +21,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from patch.features.backends import SdpaKernel
 from patch.model.attention.packed_sequences import PackedSequences
 from patch.model.attention.varlen import attend_varlen, takes_varlen
+
+_QUERIES = 512
+"""Tokens whose capped scores are in memory at a time."""
 
 _KERNELS: dict[SdpaKernel, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -39,8 +44,11 @@ class CausalAttention(torch.nn.Module):
     """The `core_attention` of megatron-core's SelfAttention, with grouped key/value heads.
 
     Args:
-        config: `kv_channels` sets the default scale 1/sqrt(D), `window_size` the window.
+        config: `kv_channels` sets the default scale 1/sqrt(D), `window_size` and `window_attn_skip_freq` the
+            window of this layer.
         kernels: in order of preference (`Backends.sdpa`); () on a CPU.
+        cap: scores s become cap * tanh(s / cap), from all scores of _QUERIES tokens at a time; no kernel of
+            torch does it.
     """
 
     pads_values = True
@@ -57,6 +65,7 @@ class CausalAttention(torch.nn.Module):
         attention_type: str,
         kernels: Sequence[SdpaKernel] = (),
         softmax_scale: float | None = None,
+        cap: float | None = None,
         **unused: Any,
     ) -> None:
         super().__init__()
@@ -64,9 +73,11 @@ class CausalAttention(torch.nn.Module):
         self.layer_number = layer_number
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.backends = [_KERNELS[kernel] for kernel in kernels]
-        if self.backends == [SDPBackend.MATH]:
+        if self.backends == [SDPBackend.MATH] or cap is not None:
             self.may_use_varlen = False
-        self.window = None if config.window_size is None else config.window_size[0] + 1
+        self.cap = cap
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if config.window_size and has_window else None
         """Tokens that a token attends to, including itself, or None if it attends to all earlier tokens."""
 
     def forward(
@@ -136,6 +147,8 @@ class CausalAttention(torch.nn.Module):
 
     def _attend_rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend causally or within the window: [B, N or G, S, D] in, [B, N, S, D] out."""
+        if self.cap is not None:
+            return self._attend_capped(query, key, value)
         if self.window is None or self.window >= query.shape[2]:
             return self._attend(query, key, value, None)
         return self._attend_in_window(query, key, value, self.window)
@@ -152,6 +165,31 @@ class CausalAttention(torch.nn.Module):
             query, key, value, mask, is_causal=mask is None, scale=self.scale,
             enable_gqa=key.shape[1] != query.shape[1],
         )  # fmt: skip
+
+    def _attend_capped(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend as `_attend_rows`; backward computes the scores again, so that none are kept."""
+        outputs, length = [], query.shape[2]
+        for start in range(0, length, _QUERIES):
+            end = min(start + _QUERIES, length)
+            seen = slice(max(0, start - (self.window or length) + 1), end)
+            own = query[:, :, start:end], key[:, :, seen], value[:, :, seen]
+            first = start - seen.start
+            outputs.append(checkpoint(self._from_capped_scores, *own, first, use_reentrant=False))
+        return torch.cat(outputs, dim=2)
+
+    def _from_capped_scores(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        """Attend; the first query is key number `first`."""
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
+        assert self.cap is not None
+        scores = torch.tanh(torch.matmul(query, key.transpose(2, 3)) * (self.scale / self.cap)) * self.cap
+        visible = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril(first)
+        if self.window is not None:
+            visible = visible.triu(first - self.window + 1)
+        scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
+        return torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)
 
     def _attend_in_window(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
