@@ -20,6 +20,17 @@ from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertsFamily, StackedPart, stacked_part
 from patch.families.family import Family
 from patch.families.layers import EVERY_LAYER, expert_layers, layers_with_rope, layers_with_window
+from patch.families.relatives import (
+    GEMMA2,
+    GEMMA3,
+    GLM4,
+    GRANITE,
+    MINISTRAL3,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    SMOLLM3,
+)
 from patch.families.shape import (
     ALIBI_POSITIONS,
     EXPERT_FIELDS,
@@ -241,7 +252,10 @@ def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
     }
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2):
+for _family in (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2),
+    *(SMOLLM3, GRANITE, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA2, GEMMA3),
+):
     register_family(_family)
 
 __all__ = [
