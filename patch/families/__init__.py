@@ -21,10 +21,12 @@ from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertsFamily,
 from patch.families.family import Family
 from patch.families.layers import EVERY_LAYER, expert_layers, layers_with_rope, layers_with_window
 from patch.families.relatives import (
+    BAICHUAN,
     GEMMA2,
     GEMMA3,
     GLM4,
     GRANITE,
+    INTERNLM2,
     MINISTRAL3,
     OLMO2,
     OLMO3,
@@ -254,7 +256,7 @@ def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
 
 for _family in (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2),
-    *(SMOLLM3, GRANITE, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA2, GEMMA3),
+    *(SMOLLM3, GRANITE, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA2, GEMMA3, INTERNLM2, BAICHUAN),
 ):
     register_family(_family)
 

@@ -14,8 +14,8 @@ from patch.families.config_json import ConfigReader
 from patch.families.experts import rows_named
 from patch.families.family import Family, window_length
 from patch.families.layers import layers_with_rope, skipped_text
-from patch.families.shape import ModelConfig, Traits
-from patch.families.weights import rows_joined
+from patch.families.shape import UNUSED_ROTARY_BASE, ModelConfig, Traits
+from patch.families.weights import Kind, WeightRow, rows_joined
 
 
 class _SmolLM3(Family):
@@ -182,3 +182,66 @@ GEMMA3 = _Gemma(
     type_keys=lambda model: {"attention_bias": False, "rope_parameters": {}},
 )
 """The text models; layers with the window have their own RoPE base."""
+
+_INTERNLM2_NAMES = {
+    "model.embed_tokens.": "model.tok_embeddings.",
+    "lm_head.": "output.",
+    ".self_attn.o_proj.": ".attention.wo.",
+    ".self_attn.": ".attention.",
+    ".mlp.gate_proj.": ".feed_forward.w1.",
+    ".mlp.up_proj.": ".feed_forward.w3.",
+    ".mlp.down_proj.": ".feed_forward.w2.",
+    ".input_layernorm.": ".attention_norm.",
+    ".post_attention_layernorm.": ".ffn_norm.",
+}
+
+
+def _internlm2_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
+    """Return the table; wqkv has megatron-core's order, group by group."""
+    rows = rows_named(_INTERNLM2_NAMES, model, traits, joined={"wqkv": "q_proj"})
+    cut = Kind.COLUMN_PARALLEL
+    return tuple(row._replace(kind=cut) if row.kind is Kind.JOINED_QKV else row for row in rows)
+
+
+INTERNLM2 = Family(
+    model_type="internlm2",
+    architecture="InternLM2ForCausalLM",
+    traits=Traits(),
+    type_keys=lambda model: {"bias": False},
+    rows=_internlm2_rows,
+)
+"""InternLM 2 and 2.5. transformers has no such class: its folders have code, which is not run here."""
+
+_BAICHUAN2_WORDS = 125696
+"""Baichuan 2's vocabulary, the only mark of its output layer, which normalizes its weight."""
+
+
+class _Baichuan(Family):
+    def read_config(self, config: ConfigReader) -> dict[str, Any]:
+        """Only models with RoPE have `max_position_embeddings`; the others have ALiBi."""
+        has_rope = "max_position_embeddings" in config.values
+        longest = config.integer("max_position_embeddings" if has_rope else "model_max_length", 4096)
+        values = {**config.values, "max_position_embeddings": longest}
+        fields = super().read_config(ConfigReader(config.file, values))
+        if fields["vocab_size"] == _BAICHUAN2_WORDS:
+            expected = "Baichuan 1: Baichuan 2's output layer, which normalizes its weight, is not supported"
+            config.refuse("vocab_size", _BAICHUAN2_WORDS, expected)
+        alibi = {"position_embedding_type": "alibi", "rotary_base": UNUSED_ROTARY_BASE}
+        return fields if has_rope else {**fields, **alibi}
+
+    def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
+        super().write_shape(described, model, fields)
+        if model.position_embedding_type == "alibi":
+            for key in ("max_position_embeddings", "rope_theta", "rope_scaling"):
+                described.pop(key, None)
+            described["model_max_length"] = model.max_position_embeddings
+
+
+BAICHUAN = _Baichuan(
+    model_type="baichuan",
+    architecture="BaichuanForCausalLM",
+    traits=Traits(),
+    flags=frozenset({"position_embedding_type"}),
+    rows=partial(rows_joined, {"W_pack": "q_proj"}),
+)
+"""Baichuan 1, with code in its folders as InternLM 2; 13B has ALiBi."""

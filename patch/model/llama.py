@@ -139,7 +139,7 @@ class LlamaModel(LanguageModule):
             vp_stage=self.vp_stage,
         )
         for layer in self.decoder.layers:
-            # megatron-core turns autograd on for residual sums; in evaluations norms would save tensors there.
+            # megatron-core turns autograd on for residual sums: in evaluations norms would save tensors.
             layer.bias_dropout_add_exec_handler = nullcontext
         if self.post_process:
             self.output_layer = ColumnParallelLinear(

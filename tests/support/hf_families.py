@@ -171,6 +171,8 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Families with experts. In two of them the first layer has none."""
+WITHOUT_CLASS = ("internlm2", "baichuan")
+"""Families whose class is code in their folders: tests/unit/convert/test_without_class.py."""
 OTHERS = {"arcee": ("Arcee", {"rope_parameters": _plain_rope(1e4)})}
 """A family that the project does not know, for tests that register it."""
 
