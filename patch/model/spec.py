@@ -169,7 +169,7 @@ class LayerSpecBuilder:
             params={"attn_mask_type": AttnMaskType.causal, **of_rope},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=self._linear(Column, number, qkv),
-                core_attention=self._core_attention(),
+                core_attention=self._core_attention(number),
                 # Attention saves its output, which is the input of the projection.
                 linear_proj=self._linear(Row, number, is_input_kept=True),
                 q_layernorm=query_norm,
@@ -197,7 +197,7 @@ class LayerSpecBuilder:
                 linear_q_up_proj=column,
                 linear_kv_down_proj=WholeLinear,
                 linear_kv_up_proj=column,
-                core_attention=self._core_attention(),
+                core_attention=self._core_attention(number),
                 linear_proj=self._linear(Row, number, is_input_kept=True),
                 q_layernorm=self.norm,
                 kv_layernorm=self.norm,
@@ -278,7 +278,7 @@ class LayerSpecBuilder:
     def _recompute(self) -> Callable[..., Any]:
         return checkpoint
 
-    def _core_attention(self) -> ModuleSpec:
+    def _core_attention(self, number: int) -> ModuleSpec:
         is_context_parallel = self.groups.cp.size() > 1
         if "attention" in self.aligned:
             assert not is_context_parallel, "validate_run refuses it"
@@ -286,7 +286,11 @@ class LayerSpecBuilder:
                 return ModuleSpec(module=AlignedAlibi)
             return ModuleSpec(module=EagerAttention if self.model.precision_align == "eager" else AlignedSdpa)
         attention = ContextParallelAttention if is_context_parallel else self._attention
-        params: dict[str, Any] = {"kernels": self.backends.sdpa, "cap": self.model.attn_logit_softcapping}
+        params: dict[str, Any] = {
+            "kernels": self.backends.sdpa,
+            "cap": self.model.attn_logit_softcapping,
+            "has_window": number - 1 in layers_with_window(self.model),
+        }
         if is_context_parallel:
             params["is_fused"] = self.backends.is_fused
         if self.traits.has_rope:

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -44,11 +43,11 @@ class CausalAttention(torch.nn.Module):
     """The `core_attention` of megatron-core's SelfAttention, with grouped key/value heads.
 
     Args:
-        config: `kv_channels` sets the default scale 1/sqrt(D), `window_size` and `window_attn_skip_freq` the
-            window of this layer.
+        config: `kv_channels` sets the default scale 1/sqrt(D), `window_size` the window.
         kernels: in order of preference (`Backends.sdpa`); () on a CPU.
         cap: scores s become cap * tanh(s / cap), from all scores of _QUERIES tokens at a time; no kernel of
             torch does it.
+        has_window: whether this layer has the window.
     """
 
     pads_values = True
@@ -66,6 +65,7 @@ class CausalAttention(torch.nn.Module):
         kernels: Sequence[SdpaKernel] = (),
         softmax_scale: float | None = None,
         cap: float | None = None,
+        has_window: bool = True,
         **unused: Any,
     ) -> None:
         super().__init__()
@@ -76,7 +76,6 @@ class CausalAttention(torch.nn.Module):
         if self.backends == [SDPBackend.MATH] or cap is not None:
             self.may_use_varlen = False
         self.cap = cap
-        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if config.window_size and has_window else None
         """Tokens that a token attends to, including itself, or None if it attends to all earlier tokens."""
 
