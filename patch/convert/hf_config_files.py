@@ -214,6 +214,7 @@ def model_description(
             "initializer_range": model.init_method_std,
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,  # some classes' own default is beyond a small vocabulary
         }
     family.write_shape(described, model, changed)
     described["torch_dtype"] = str(dtype).removeprefix("torch.")

@@ -124,10 +124,7 @@ PHI3 = Family(
 )
 """Phi-3 and Phi-4 up to 4 Ki and 16 Ki tokens; LongRoPE is refused."""
 
-_CAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
+_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +152,7 @@ class _Gemma(Family):
                 described["query_pre_attn_scalar"] = int(described["query_pre_attn_scalar"])
 
 
-_OF_GEMMA = {*_CAPS, "window_attn_skip_freq", "softmax_scale", "embedding_multiplier"}
+_OF_GEMMA = {*_CAP, "window_attn_skip_freq", "softmax_scale", "embedding_multiplier"}
 _GEMMA_TRAITS = Traits(
     activation="gelu_pytorch_tanh", norm_placement="both", layernorm_zero_centered_gamma=True
 )
@@ -165,8 +162,8 @@ GEMMA2 = _Gemma(
     traits=_GEMMA_TRAITS,
     slides=lambda config: True,
     full_every=2,
-    own_fields=_OF_GEMMA,
-    numbers=_CAPS,
+    own_fields=_OF_GEMMA | {"attn_logit_softcapping"},
+    numbers=_CAP | {"attn_logit_softcapping": "attn_logit_softcapping"},
     type_keys=lambda model: {"attention_bias": False},
 )
 
@@ -177,7 +174,7 @@ GEMMA3 = _Gemma(
     slides=lambda config: True,
     full_every=6,
     own_fields=_OF_GEMMA | {"rotary_base_local"},
-    numbers=_CAPS,
+    numbers=_CAP,
     local_base_key="rope_local_base_freq",
     type_keys=lambda model: {"attention_bias": False, "rope_parameters": {}},
 )

@@ -35,7 +35,7 @@ NAMES = {
 VALUES = yaml.safe_load(Path(__file__).with_name("config_values.yaml").read_text())
 SHARED = (cache_utils, masking_utils, modeling_rope_utils, modeling_utils)
 """Code of all families that asks a configuration for keys that its class may not have."""
-TOKENIZER = SimpleNamespace(bos_token_id=1, eos_token_id=2)
+TOKENIZER = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=None)
 TOKENS = (torch.arange(32) * 7 % 170)[None]
 
 
