@@ -33,7 +33,7 @@ from patch.config.schema import ModelConfig, RunConfig
 from patch.device import DeviceContext, FloatType
 from patch.distributed.groups import alone
 from patch.errors import ConfigError
-from patch.families import HfAttention, traits_of
+from patch.families import HfAttention, is_llama_like
 from patch.families.adapters import adapts_experts
 from patch.model import LlamaModel, sources_of
 
@@ -86,7 +86,7 @@ def measure(
         )
     stored = find_checkpoint(mcore, hf, adapter)
     precision = precision or stored.precision
-    if not traits_of(stored.model).is_llama_like:
+    if not is_llama_like(stored.model):
         attention = "eager"  # transformers' class has no other
     model = dataclasses.replace(stored.model, precision_align=attention)
     with alone(context) as groups:

@@ -132,7 +132,7 @@ def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
         return read
 
     yield _TracedModule(None, theirs.get_input_embeddings(), reading("embed_tokens"))
-    if traits_of(model).has_rope:
+    if _has_one_table(model):
         yield _TracedModule(None, theirs.model.rotary_emb, lambda inputs, output: {"rope": _table(output)})
     for row, layer in _modules(model):
         for tensor in row.hf:
@@ -150,7 +150,7 @@ def _our_modules(ours: LlamaModel, model: ModelConfig) -> Iterator[_TracedModule
     layers, dtype = ours.decoder.layers, next(ours.parameters()).dtype
     embedding, num_vocab_rows = ours.embedding.word_embeddings, ours.num_vocab_rows
     yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
-    if traits_of(model).has_rope:
+    if _has_one_table(model):
         yield _TracedModule(
             None, ours.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)}
         )
@@ -175,6 +175,8 @@ def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
         match row.kind:
             case Kind.QKV:
                 parts = _split_qkv(value, config)
+            case Kind.JOINED_QKV:
+                parts = [torch.cat(_split_qkv(value, config), dim=-1)]
             case Kind.COLUMN_PARALLEL:
                 parts = list(value.chunk(len(names), dim=-1))
             case _:
@@ -190,6 +192,12 @@ def _split_qkv(value: torch.Tensor, config: TransformerConfig) -> list[torch.Ten
     queries = config.num_attention_heads // config.num_query_groups
     heads = value.unflatten(-1, (config.num_query_groups, queries + 2, config.kv_channels))
     return [part.flatten(1) for part in heads.split([queries, 1, 1], dim=2)]
+
+
+def _has_one_table(model: ModelConfig) -> bool:
+    """Whether all layers have one table of RoPE, which is compared too."""
+    has_two = model.rotary_base_local is not None or model.llama_4_scaling_beta is not None
+    return traits_of(model).has_rope and not has_two
 
 
 def _table(output: Any) -> torch.Tensor:

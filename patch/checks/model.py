@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from patch.config.fields import scalar_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -12,6 +13,9 @@ from patch.families import (
     LATENT_FIELDS,
     UNUSED_ROTARY_BASE,
     family_of,
+    is_llama_like,
+    layers_with_rope,
+    layers_with_window,
     reason_without_hf_class,
     traits_of,
 )
@@ -82,12 +86,12 @@ def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
 def flags_are_of_the_layers(config: RunConfig, machine: MachineFacts) -> None:
     """Refuse settings of LLaMA-like layers for layers that are not like LLaMA's."""
     model, traits = config.model, traits_of(config.model)
-    if traits.is_llama_like:
+    if is_llama_like(model):
         return
     its = f"{model.model_type}'s layers have"
     if not traits.has_rope:
         why = f"{its} ALiBi instead of RoPE"
-        if model.rotary_base != UNUSED_ROTARY_BASE:
+        if model.rotary_base != UNUSED_ROTARY_BASE and model.position_embedding_type is None:
             refuse("rotary_base", model.rotary_base, f"{UNUSED_ROTARY_BASE:g}, which nothing reads", why)
         if model.max_position_embeddings > ALIBI_POSITIONS:
             why = f"{its} ALiBi, whose further positions are not exact in 16 bits"
@@ -96,6 +100,27 @@ def flags_are_of_the_layers(config: RunConfig, machine: MachineFacts) -> None:
     if model.precision_align == "sdpa":
         why = f"transformers computes {model.model_type}'s attention in one way"
         refuse("precision_align", "sdpa", "eager or none", why)
+
+
+def layer_parts_fit(config: RunConfig, machine: MachineFacts) -> None:
+    """Refuse lists of layers that cannot be read, and settings of parts that the layers do not have."""
+    model, traits = config.model, traits_of(config.model)
+    layers_with_rope(model), layers_with_window(model)
+    for field in ("window_attn_skip_freq", "rotary_base_local"):
+        if model.window_size is None and getattr(model, field) is not None:
+            off = scalar_of(config, field)
+            refuse(field, off, "none or 0", f"no layer has a window ({where('window_size')})")
+    if not traits.has_rope:
+        for field in ("no_rope_freq", "rotary_percent", "llama_4_scaling_beta", "rotary_base_local"):
+            if field in model.own_fields:
+                refuse(field, scalar_of(config, field), "its default", "ALiBi is in place of RoPE")
+        if traits.qk_norm_of == "all heads":
+            refuse("position_embedding_type", "alibi", "rope", "norms over all heads are built for RoPE only")
+    if model.rotary_channels % 2 or model.rotary_channels < 2:
+        why = f"RoPE rotates pairs of a head's {model.kv_channels} channels"
+        refuse("rotary_percent", model.rotary_percent, "a share with an even number of channels", why)
+    if model.llama_4_scaling_beta is not None and model.rotary_base_local is not None:
+        refuse("llama_4_scaling_beta", model.llama_4_scaling_beta, "0", "windows have their own RoPE")
 
 
 def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:

@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     model.latent_attention_is_whole,
     model.export_has_a_class,
     model.flags_are_of_the_layers,
+    model.layer_parts_fit,
     model.rope_scaling_is_asked_for,
     model.rope_scaling_is_ordered,
     layout.tensor_parallel_divides,

@@ -214,7 +214,8 @@ def model_description(
     if hf_source is not None:
         now = dataclasses.replace(model, model_type=family.model_type)
         changed = frozenset(k for k, v in read_hf_config(hf_source).items() if v != getattr(now, k))
-    if changed & {"model_type", "window_size"}:
+    of_type = {"model_type", "window_size", *family.own_fields}
+    if changed & (of_type if family.full_every is None else {*of_type, "num_layers"}):
         family.write_type(described, model)
     if hf_source is None:
         assert tokenizer is not None, "without a source the tokenizer gives the bos and eos tokens"
@@ -222,6 +223,7 @@ def model_description(
             "initializer_range": model.init_method_std,
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,  # some classes' own default is beyond a small vocabulary
         }
     family.write_shape(described, model, changed)
     described["torch_dtype"] = str(dtype).removeprefix("torch.")

@@ -270,3 +270,32 @@ class QKVMapping(WeightMapping):
             for group in range(*shard.span(self.num_groups))
             for index in range(3)
         ]
+
+
+@dataclass(frozen=True)
+class JoinedQKVMapping(QKVMapping):
+    """QKVMapping of one tensor that has all queries, then all keys, then all values (Phi-3's qkv_proj)."""
+
+    queries: int
+    """Query heads of a group."""
+
+    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
+        """Return [queries, key, value] of each group of this rank."""
+        head = self.hf[0].shape[0] // (self.num_groups * (self.queries + 2))
+        begins = (0, self.queries), (self.queries, 1), (self.queries + 1, 1)
+        return [
+            HFSlice(0, first, first + heads * head)
+            for group in range(*shard.span(self.num_groups))
+            for before, heads in begins
+            for first in [(before * self.num_groups + group * heads) * head]
+        ]
+
+
+class JoinedGateUpMapping(WeightMapping):
+    """ColumnParallelMapping of one tensor that has all rows of gate, then of up (Phi-3's gate_up_proj)."""
+
+    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
+        """Return [gate; up] of this rank."""
+        half = self.hf[0].shape[0] // 2
+        start, stop = shard.span(half)
+        return [HFSlice(0, start, stop), HFSlice(0, half + start, half + stop)]

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from patch.config.schema import ModelConfig
 from patch.convert.mappings import (
     ColumnParallelMapping,
+    JoinedGateUpMapping,
+    JoinedQKVMapping,
     QKVMapping,
     ReplicatedMapping,
     RowParallelMapping,
@@ -93,5 +95,10 @@ def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> Weig
             return ColumnParallelMapping(hf, **copies)
         case Kind.QKV:
             return QKVMapping(hf, model.num_query_groups, **copies)
+        case Kind.JOINED_QKV:
+            queries = model.num_attention_heads // model.num_query_groups
+            return JoinedQKVMapping(hf, model.num_query_groups, queries, **copies)
+        case Kind.JOINED_GATE_UP:
+            return JoinedGateUpMapping(hf, **copies)
         case Kind.VOCAB_PARALLEL:
             return VocabParallelMapping(hf, padded_vocab_size)

@@ -19,11 +19,25 @@ from patch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertsFamily, StackedPart, stacked_part
 from patch.families.family import Family
-from patch.families.layers import EVERY_LAYER, expert_layers
+from patch.families.layers import EVERY_LAYER, expert_layers, layers_with_rope, layers_with_window
+from patch.families.relatives import (
+    BAICHUAN,
+    GEMMA2,
+    GEMMA3,
+    GLM4,
+    GRANITE,
+    INTERNLM2,
+    MINISTRAL3,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    SMOLLM3,
+)
 from patch.families.shape import (
     ALIBI_POSITIONS,
     EXPERT_FIELDS,
     LATENT_FIELDS,
+    OWN_FIELDS,
     SHAPE_FIELDS,
     TRAIT_FIELDS,
     UNUSED_ROTARY_BASE,
@@ -44,6 +58,9 @@ PRESETS: dict[str, dict[str, Any]] = {}
 _NOT_BUILT = {
     "gpt_oss": "experts with biases, attention with sinks and weights in MXFP4 are not supported",
     "qwen3_next": "linear attention is not supported",
+    "qwen3_5": "linear attention is not supported",
+    "qwen3_5_text": "linear attention is not supported",
+    "qwen3_5_moe": "linear attention is not supported",
 }
 """Known families that are refused -> reason."""
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
@@ -93,7 +110,14 @@ def family_called(model_type: str | None) -> Family:
 def traits_of(model: ModelConfig) -> Traits:
     """Return the traits of a model: the traits of its family, overlaid with the fields that are flags."""
     flags = {name: getattr(model, name) for name in TRAIT_FIELDS}
+    if model.position_embedding_type is not None:
+        flags["position_embedding_type"] = model.position_embedding_type
     return dataclasses.replace(family_called(model.model_type).traits, **flags)
+
+
+def is_llama_like(model: ModelConfig) -> bool:
+    """Return whether the layers have only LLaMA's parts, which Transformer Engine's layers have too."""
+    return traits_of(model).is_llama_like and not model.own_fields
 
 
 def own_traits(model_type: str | None) -> dict[str, Any]:
@@ -108,11 +132,13 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
     `model_type` is preferred (LLaMA; Mistral without a window), then the model's own family.
     """
     traits, slides = traits_of(model), model.window_size is not None
+
     matching = {
         name: family
         for name, family in FAMILIES.items()
         if _with_flags(family, traits) == traits
         and (family.slides is not None or not slides)
+        and {*model.own_fields} <= family.own_fields
         and family.computes(model)
     }
     names = (model_type, model.model_type, *matching)
@@ -133,6 +159,13 @@ def reason_without_hf_class(model: ModelConfig) -> tuple[str, str]:
             f"experts and traits of one of {names}",
         )
     family = family_called(model.model_type)
+    if theirs := sorted({*model.own_fields} - family.own_fields):
+        return (
+            f"{family.architecture} of transformers has no {theirs[0]}",
+            f"--{theirs[0].replace('_', '-')} left out",
+        )
+    if model.position_embedding_type not in (None, family.traits.position_embedding_type):
+        return f"{family.architecture} of transformers has no ALiBi", "--position-embedding-type left out"
     if not family.computes(model):
         return (
             f"{family.architecture} of transformers supports only MHA and its standard widths",
@@ -233,14 +266,16 @@ def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
 for _family in (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2),
     *(DEEPSEEK_V3, GLM4_MOE),
+    *(SMOLLM3, GRANITE, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA2, GEMMA3, INTERNLM2, BAICHUAN),
 ):
     register_family(_family)
 
 __all__ = [
-    "ALIBI_POSITIONS", "EVERY_LAYER", "EXPERT_FIELDS", "FAMILIES", "LATENT_FIELDS", "PRESETS", "SHAPE_FIELDS",
-    "TRAIT_FIELDS", "UNUSED_ROTARY_BASE", "AttentionBackend", "ConfigReader", "Family", "HfAttention", "Kind",
-    "ModelConfig", "StackedPart", "Traits", "TransformerImpl", "WeightRow", "attended_channels",
-    "differences", "expert_layers", "family_called", "family_of", "layer_matrices", "own_traits",
+    "ALIBI_POSITIONS", "AttentionBackend", "ConfigReader", "EVERY_LAYER", "EXPERT_FIELDS", "FAMILIES",
+    "Family", "HfAttention", "Kind", "LATENT_FIELDS", "ModelConfig", "OWN_FIELDS", "PRESETS",
+    "SHAPE_FIELDS", "StackedPart", "TRAIT_FIELDS", "Traits", "TransformerImpl", "UNUSED_ROTARY_BASE",
+    "WeightRow", "attended_channels", "differences", "expert_layers", "family_called", "family_of",
+    "is_llama_like", "layer_matrices", "layers_with_rope", "layers_with_window", "own_traits",
     "read_config", "reason_without_hf_class", "register_family", "stacked_part", "stored_rows",
     "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
 ]  # fmt: skip

@@ -209,12 +209,18 @@ def _module(tensor: str) -> str:
     return tensor.removesuffix(".weight")
 
 
+_OF_SECOND = {
+    **{kind: kind for kind in (Kind.COLUMN_PARALLEL, Kind.JOINED_QKV, Kind.JOINED_GATE_UP)},
+    Kind.QKV: Kind.COLUMN_PARALLEL,
+}
+"""Kind of a weight that gives a TP rank its part of the output -> kind of its adapter's B."""
+
+
 def _adapter(base: WeightRow, target: str, rank: int) -> Adapter:
     out, into = base.hf[target]
-    takes_parts, gives_parts = base.kind is Kind.ROW_PARALLEL, base.kind in (Kind.COLUMN_PARALLEL, Kind.QKV)
     kinds = (
-        Kind.ROW_PARALLEL if takes_parts else Kind.REPLICATED,
-        Kind.COLUMN_PARALLEL if gives_parts else Kind.REPLICATED,
+        Kind.ROW_PARALLEL if base.kind is Kind.ROW_PARALLEL else Kind.REPLICATED,
+        _OF_SECOND.get(base.kind, Kind.REPLICATED),
     )
     above, shapes = _module(target).rpartition(".")[0], ((rank, into), (out, rank))
     inside = f"{base.name.removesuffix('.weight')}{INSIDE}"

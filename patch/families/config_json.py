@@ -6,7 +6,7 @@ transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes bot
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -138,6 +138,7 @@ _TYPES: dict[str, dict[str, str]] = {"llama3": _LLAMA3, "linear": {}, "dynamic":
 
 ROPE_FIELDS: frozenset[str] = frozenset(
     {"rotary_base", "use_rope_scaling", "rope_scaling_type", "rope_scaling_factor"}
+    | {"rotary_base_local", "rotary_percent", "llama_4_scaling_beta"}
     | {field for fields in _TYPES.values() for field in fields.values()}
 )
 
@@ -155,9 +156,24 @@ _OUTSIDE = "original_max_position_embeddings"
 """Key that some files have outside of the RoPE object; transformers prefers this place."""
 
 
-def read_rope(config: ConfigReader) -> dict[str, Any]:
-    """Return RoPE's fields from keys of transformers 4 or 5, with 5's precedence, or from the old `type`."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`, and in the `rope_parameters` of families with a RoPE for the window."""
+
+
+def read_rope(config: ConfigReader, own: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return RoPE's fields from keys of transformers 4 or 5, with 5's precedence, or from the old `type`.
+
+    `own` are the OWN_FIELDS of the family.
+    """
     rope = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
+    fields: dict[str, Any] = {}
+    if "rotary_base_local" in own:
+        local = config.values.get("rope_parameters", {}) if isinstance(rope, dict) else {}
+        local = ConfigReader(config.file, (local or {}).get(_SLIDING) or {})
+        local.accept_only({"rope_type": "default"})
+        base = config.number("rope_local_base_freq", config.number("rope_theta", 10000.0))
+        fields["rotary_base_local"] = local.number("rope_theta", base)
+        rope = rope.get(_FULL) or ({} if _SLIDING in rope else rope)
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         config.refuse("rope_parameters", rope, "an object for all layers alike")
     inner = ConfigReader(config.file, rope)
@@ -166,8 +182,14 @@ def read_rope(config: ConfigReader) -> dict[str, Any]:
     if rope_type not in ("default", *_TYPES):
         known = ", ".join(("default", *_TYPES))
         config.refuse("rope_type", rope_type, f"one of {known}: no other scaling is supported")
-    inner.accept_only({"partial_rotary_factor": 1.0})
-    fields: dict[str, Any] = {"rotary_base": base, "use_rope_scaling": rope_type != "default"}
+    if "rotary_percent" in own:
+        share = config.number("partial_rotary_factor", 1.0)
+        fields["rotary_percent"] = inner.number("partial_rotary_factor", share)
+    else:
+        inner.accept_only({"partial_rotary_factor": 1.0})
+    if "llama_4_scaling_beta" in own:
+        fields["llama_4_scaling_beta"] = inner.number("llama_4_scaling_beta", 0.0) or None
+    fields |= {"rotary_base": base, "use_rope_scaling": rope_type != "default"}
     if rope_type != "default":
         fields |= {"rope_scaling_type": rope_type} | _read_scaling(config, inner, rope_type)
     return fields
@@ -201,13 +223,22 @@ def _attention_factor(rope: ConfigReader, factor: float) -> float | None:
     scales = [rope.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
     if not all(scales):
         return None
+    return _by_mscale(scales, factor)
+
+
+def _by_mscale(scales: Sequence[float], factor: float) -> float:
     above, below = (1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0 for scale in scales)
     return above / below
 
 
-def write_rope(described: dict[str, Any], model: ModelConfig) -> None:
-    """Set RoPE's keys of transformers 4, and `rope_parameters` of transformers 5 if `described` has it."""
-    scaling = None
+def write_rope(
+    described: dict[str, Any], model: ModelConfig, own: Set[str] = frozenset(), local_key: str | None = None
+) -> None:
+    """Set RoPE's keys of transformers 4, and `rope_parameters` of transformers 5 if `described` has it.
+
+    `own` are the OWN_FIELDS of the family, `local_key` its key of `rotary_base_local` in transformers 4.
+    """
+    scaling: dict[str, Any] | None = None
     if model.use_rope_scaling:
         scaling = {"rope_type": model.rope_scaling_type, "factor": model.rope_scaling_factor}
         for key, field in _TYPES[model.rope_scaling_type].items():
@@ -216,8 +247,22 @@ def write_rope(described: dict[str, Any], model: ModelConfig) -> None:
                 scaling[key] = value
         if _OUTSIDE in described:
             described[_OUTSIDE] = model.rope_original_max_position
+        old = described.get("rope_scaling") or described.get("rope_parameters") or {}
+        by_mscale = {key: old[key] for key in ("mscale", "mscale_all_dim") if key in old}
+        factor = _by_mscale([*by_mscale.values()], model.rope_scaling_factor) if len(by_mscale) == 2 else None
+        if factor is not None and scaling.get("attention_factor") == factor:
+            scaling = {key: value for key, value in scaling.items() if key != "attention_factor"} | by_mscale
+        if "llama_4_scaling_beta" in own:
+            scaling["llama_4_scaling_beta"] = model.llama_4_scaling_beta or 0.0
     described |= {"rope_theta": model.rotary_base, "rope_scaling": scaling}
+    if local_key is not None:
+        described[local_key] = model.rotary_base_local
+    if "rotary_percent" in own:
+        described["partial_rotary_factor"] = model.rotary_percent
     if "rope_parameters" in described:
-        described["rope_parameters"] = {
-            **(scaling or {"rope_type": "default"}), "rope_theta": model.rotary_base
-        }  # fmt: skip
+        rope: dict[str, Any] = {**(scaling or {"rope_type": "default"}), "rope_theta": model.rotary_base}
+        if "rotary_percent" in own:
+            rope["partial_rotary_factor"] = model.rotary_percent
+        if "rotary_base_local" in own:
+            rope = {_FULL: rope, _SLIDING: {"rope_type": "default", "rope_theta": model.rotary_base_local}}
+        described["rope_parameters"] = rope

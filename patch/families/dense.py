@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from patch.families.config_json import ConfigReader
-from patch.families.family import Family
+from patch.families.family import Family, window_length
 from patch.families.shape import ModelConfig, Traits, preset
 
 
@@ -59,11 +59,6 @@ LLAMA = Family(
 )
 
 
-def _window_length(model: ModelConfig) -> int | None:
-    """Value of config.json's `sliding_window`, which counts the token itself."""
-    return None if model.window_size is None else model.window_size[0] + 1
-
-
 def _slides(config: ConfigReader) -> bool:
     """Whether all layers have a sliding window; refuses models where only some layers have one."""
     num_full = config.integer("max_window_layers", 28)
@@ -74,7 +69,7 @@ def _slides(config: ConfigReader) -> bool:
 
 def _window_keys(model: ModelConfig) -> dict[str, Any]:
     """Keys of the window; layers from number `max_window_layers` on have it."""
-    window = _window_length(model)
+    window = window_length(model)
     return {
         "sliding_window": window,
         "use_sliding_window": window is not None,
@@ -87,7 +82,7 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     traits=Traits(),
     slides=lambda config: True,
-    type_keys=lambda model: {"sliding_window": _window_length(model)},
+    type_keys=lambda model: {"sliding_window": window_length(model)},
 )
 """In version 0.1 all layers have the window."""
 

@@ -17,7 +17,7 @@ from patch.families.dense import MISTRAL
 from patch.families.family import Family
 from patch.families.layers import EVERY_LAYER, expert_layers, layers_text
 from patch.families.shape import MOST_EXPERTS, ModelConfig, Traits, preset
-from patch.families.weights import WeightRow, dense_rows
+from patch.families.weights import WeightRow, rows_joined
 
 _NUMBER_OF_5 = "num_local_experts"
 """Key under which transformers 5 writes Qwen 3's number of experts (Mixtral's key)."""
@@ -118,14 +118,16 @@ _MIXTRAL_NAMES = {
 """Part of Qwen's tensor name -> Mixtral's part."""
 
 
-def rows_named(names: Mapping[str, str], model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
-    """Return the weight table with parts of Qwen's tensor names replaced by `names`."""
+def rows_named(
+    names: Mapping[str, str], model: ModelConfig, traits: Traits, *, joined: Mapping[str, str] | None = None
+) -> tuple[WeightRow, ...]:
+    """Return the weight table (`rows_joined`) with parts of its tensor names replaced by `names`."""
 
     def renamed(name: str) -> str:
         found = [(theirs, ours) for theirs, ours in names.items() if theirs in name]
         return name.replace(*found[0]) if found else name
 
-    rows = dense_rows(model, traits)
+    rows = rows_joined(joined or {}, model, traits)
     return tuple(row._replace(hf={renamed(name): shape for name, shape in row.hf.items()}) for row in rows)
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from patch.families.config_json import ROPE_FIELDS, ConfigReader, read_rope, set_keys, write_rope
-from patch.families.shape import MOST_LAYERS, TRAIT_FIELDS, ModelConfig, Traits, Window
+from patch.families.layers import layers_with_window, skipped_text
+from patch.families.shape import MOST_LAYERS, TRAIT_FIELDS, ModelConfig, Traits
 from patch.families.weights import WeightRow, dense_rows
 
 _SIZES: dict[str, str] = {
@@ -25,6 +26,15 @@ _SIZES: dict[str, str] = {
 }
 _KEYS = {**_SIZES, "norm_epsilon": "rms_norm_eps"}
 """ModelConfig's field -> config.json's key of the same value; `_SIZES` are whole numbers."""
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`."""
+
+
+def window_length(model: ModelConfig) -> int | None:
+    """Return the value of config.json's `sliding_window`, which counts the token itself."""
+    return None if model.window_size is None else model.window_size[0] + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +53,20 @@ class Family:
     """Whether layers use `sliding_window` if no `layer_types` say it, or None if they never do."""
     type_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """Keys for traits that only this family's config.json has."""
+    flags: Set[str] = frozenset()
+    """The TRAIT_FIELDS in which its models differ."""
+    own_fields: Set[str] = frozenset()
+    """The OWN_FIELDS that the class in transformers has."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """One of OWN_FIELDS -> config.json's key of the same number; null is None."""
+    full_every: int | None = None
+    """Every Nth layer has no window if no `layer_types` say it, or None if all layers are alike."""
+    activation_key: str = "hidden_act"
+    local_base_key: str | None = None
+    """Key of transformers 4 for `rotary_base_local`."""
     own_of_router: Set[str] = frozenset()
     """Router traits of the class in transformers: float32 "logits", float32 "weights" in a 16-bit model,
     "unsorted" choices."""
-    flags: Set[str] = frozenset()
-    """TRAIT_FIELDS in which models of the family differ."""
     has_polar_rope: bool = False
     """Whether the class in transformers rotates heads as complex float32 numbers."""
     rows: Callable[[ModelConfig, Traits], tuple[WeightRow, ...]] = dense_rows
@@ -60,7 +79,7 @@ class Family:
             ConfigError: a feature is not supported; the message names the key.
         """
         config = config.with_defaults(self.defaults)
-        config.accept_only({"hidden_act": self.traits.activation})
+        config.accept_only({self.activation_key: self.traits.activation})
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if heads < 1:
             config.refuse("num_attention_heads", heads, "at least 1")
@@ -72,41 +91,64 @@ class Family:
             "norm_epsilon": config.number("rms_norm_eps", 1e-6),
             "untie_embeddings_and_output_weights": not config.boolean("tie_word_embeddings", False),
             **{name: getattr(self.traits, name) for name in TRAIT_FIELDS},
-            "window_size": self._window(config),
-            **read_rope(config),
+            **self._window(config),
+            **read_rope(config, self.own_fields),
+            **{
+                name: None if config.values.get(key) is None else config.number(key)
+                for name, key in self.numbers.items()
+            },
         }
 
     def computes(self, model: ModelConfig) -> bool:
         """Return whether the class in transformers, given its traits, has these widths and experts."""
         return model.num_experts is None and not model.is_latent
 
-    def _window(self, config: ConfigReader) -> Window:
-        """Window of all layers. Hugging Face's window length counts the token itself, ours does not."""
+    def _window(self, config: ConfigReader) -> dict[str, Any]:
+        """Fields of the window. Hugging Face's window length counts the token itself, ours does not."""
         window, kinds = config.values.get("sliding_window"), config.values.get("layer_types")
-        has_window = window is not None and config.boolean("use_sliding_window", True)
-        slides = self.slides if has_window else None
-        if kinds is not None:
-            legal = ["full_attention", "sliding_attention"][: 2 if slides else 1]
-            number = config.integer("num_hidden_layers")
-            if kinds not in [[kind] * number for kind in legal]:
-                config.refuse("layer_types", kinds, f"{' or '.join(legal)} for all {number} layers")
-        if slides is None or not (kinds[0] == "sliding_attention" if kinds else slides(config)):
-            return None
+        number = config.integer("num_hidden_layers")
+        if window is None or not config.boolean("use_sliding_window", True) or self.slides is None:
+            self._check_kinds(config, [[_FULL] * number])
+            return {"window_size": None}
+        if self.full_every is None:
+            self._check_kinds(config, [[kind] * number for kind in (_FULL, _SLIDING)])
+            slides = [*range(number)] if (kinds[0] == _SLIDING if kinds else self.slides(config)) else []
+        else:
+            full_every = config.integer("sliding_window_pattern", self.full_every)
+            kinds = kinds or [_SLIDING if (n + 1) % full_every else _FULL for n in range(number)]
+            if len(kinds) != number or not {*kinds} <= {_FULL, _SLIDING}:
+                config.refuse("layer_types", kinds, f"{_FULL} or {_SLIDING} for each of {number} layers")
+            slides = [n for n, kind in enumerate(kinds) if kind == _SLIDING]
+        if not slides:
+            return {"window_size": None}
         if config.integer("sliding_window") < 1:
             config.refuse("sliding_window", window, "at least 1")
-        return config.integer("sliding_window") - 1, 0
+        skipped = skipped_text([n for n in range(number) if n not in slides], slides, number)
+        fields = {"window_size": (config.integer("sliding_window") - 1, 0)}
+        return fields if self.full_every is None else {**fields, "window_attn_skip_freq": skipped}
+
+    def _check_kinds(self, config: ConfigReader, legal: list[list[str]]) -> None:
+        kinds = config.values.get("layer_types")
+        if kinds is not None and kinds not in legal:
+            words = " or ".join(each[0] for each in legal)
+            config.refuse("layer_types", kinds, f"{words} for all {len(legal[0])} layers")
 
     def write_type(self, described: dict[str, Any], model: ModelConfig) -> None:
         """Set the keys of config.json that state family and traits; `described` is changed in place."""
         described |= {"architectures": [self.architecture], "model_type": self.model_type}
         described.pop("layer_types", None)  # transformers 5 derives it from the window
-        described |= {**self.type_keys(model), "hidden_act": self.traits.activation}
+        described |= {**self.type_keys(model), self.activation_key: self.traits.activation}
+        if self.full_every is not None:
+            slides = layers_with_window(model)
+            kinds = [_SLIDING if n in slides else _FULL for n in range(model.num_layers)]
+            described |= {"layer_types": kinds, "sliding_window": window_length(model)}
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         """Set the keys of config.json for some `fields` of the model, without the keys of `write_type`."""
-        changed = {key: getattr(model, field) for field, key in _KEYS.items() if field in fields}
+        keys = {**_KEYS, **self.numbers}
+        changed = {key: getattr(model, field) for field, key in keys.items() if field in fields}
         set_keys(described, self.model_type, changed)
         if "untie_embeddings_and_output_weights" in fields:
             described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
         if fields & ROPE_FIELDS or "rope_parameters" in described:
-            write_rope(described, model)
+            write_rope(described, model, self.own_fields, self.local_base_key)

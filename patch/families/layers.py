@@ -1,4 +1,4 @@
-"""Which layers of a model have experts: Megatron-LM's `--moe-layer-freq`, read and written."""
+"""Which layers have experts, a window, RoPE: Megatron-LM's `--moe-layer-freq` and the like, both ways."""
 
 from __future__ import annotations
 
@@ -24,11 +24,31 @@ def expert_layers(model: ModelConfig) -> Sequence[int]:
         return ()
     if model.moe_layer_freq == EVERY_LAYER:
         return range(model.num_layers)
-    return _layers(model.moe_layer_freq, model.num_layers)
+    return _layers(model.moe_layer_freq, model.num_layers, "moe_layer_freq")
+
+
+def layers_with_window(model: ModelConfig) -> Sequence[int]:
+    """Return the numbers of the layers with the sliding window; errors as for `expert_layers`."""
+    every, text = range(model.num_layers), model.window_attn_skip_freq
+    if model.window_size is None:
+        return ()
+    if text is None or (step := to_int(text)) is None or step < 1:
+        return every if text is None else _layers(text, model.num_layers, "window_attn_skip_freq")
+    return [number for number in every if (number + 1) % step]
+
+
+def layers_with_rope(model: ModelConfig) -> Sequence[int]:
+    """Return the numbers of the layers with RoPE; errors as for `expert_layers`."""
+    every, text = range(model.num_layers), model.no_rope_freq
+    if text is None:
+        return every
+    step = to_int(text)
+    without = every[step - 1 :: step] if step else _layers(text, model.num_layers, "no_rope_freq")
+    return [number for number in every if number not in without]
 
 
 @lru_cache(maxsize=16)
-def _layers(text: str, num_layers: int) -> tuple[int, ...]:
+def _layers(text: str, num_layers: int, field: str) -> tuple[int, ...]:
     step, pattern = to_int(text), None
     if step is not None and step >= 1:
         return tuple(range(0, num_layers, step))
@@ -40,7 +60,7 @@ def _layers(text: str, num_layers: int) -> tuple[int, ...]:
         raise ConfigError(
             f"got {shown(text)}, expected a whole number of 1 or more, or 0 or 1 for each of {num_layers} "
             f"layers, at least one 1, such as [0]*1+[1]*{num_layers - 1}",
-            field="moe_layer_freq",
+            field=field,
         )
     return tuple(number for number, has_experts in enumerate(pattern) if has_experts)
 
@@ -65,8 +85,17 @@ def _value(node: ast.expr) -> list[int] | int:
     raise ValueError(f"no list of layers: {ast.dump(node)}")
 
 
+def skipped_text(skipped: Sequence[int], listed: Sequence[int], num_layers: int) -> str | None:
+    """Return N if every Nth layer is skipped, None if no layer is, else the list with 1 for `listed`."""
+    if not skipped:
+        return None
+    step = skipped[0] + 1
+    is_regular = [*skipped] == [*range(step - 1, num_layers, step)]
+    return str(step) if is_regular else layers_text(listed, num_layers)
+
+
 def layers_text(layers: Sequence[int], num_layers: int) -> str:
-    """Return the `moe_layer_freq` of a model in which these layers have experts."""
+    """Return the list for these layers, with 1 for each; all layers are EVERY_LAYER."""
     if len(layers) == num_layers:
         return EVERY_LAYER
     flags = groupby(range(num_layers), key=lambda number: int(number in layers))

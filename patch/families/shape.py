@@ -19,6 +19,9 @@ AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 RouterScore = Literal["softmax", "sigmoid"]
 """Function that a router applies to its logits: megatron-core's `moe_router_score_function`."""
 
+PositionEmbedding = Literal["rope", "alibi"]
+"""megatron-core's `position_embedding_type`, as far as it is built."""
+
 TransformerImpl = Literal["transformer_engine", "local"]
 """Transformer Engine's layers, or this project's layers; Megatron-LM's names."""
 
@@ -99,6 +102,36 @@ class ModelConfig:
         "sliding window, LEFT,0: a token attends to itself and LEFT tokens before it; none: to all before it",
         none="none",
     )
+    window_attn_skip_freq: str | None = flag(
+        "layers without the window: N every Nth; or a list such as ([1]*5+[0])*4 with 0 for these layers; "
+        "none: all layers have it",
+        none="none",
+    )
+    position_embedding_type: PositionEmbedding | None = flag(
+        "rope, or alibi: a slope of the scores for each head; auto: the family's", none="auto"
+    )
+    rotary_percent: float = flag("share of a head's channels that RoPE rotates", 1.0, above=0, at_most=1)
+    rotary_base_local: float | None = flag(
+        "RoPE theta of the layers with the window, unscaled; 0: their RoPE is that of other layers", none=0
+    )
+    no_rope_freq: str | None = flag(
+        "layers without RoPE: N every Nth; or a list such as ([0]*3+[1])*6 with 1 for these layers; none: "
+        "all have it",
+        none="none",
+    )
+    llama_4_scaling_beta: float | None = flag(
+        "queries at position p get 1 + beta ln(1 + floor(p / --rope-original-max-position)); 0: none", none=0
+    )
+    softmax_scale: float | None = flag(
+        "factor of the attention scores; 0: 1 / sqrt(--kv-channels)", none=0
+    )
+    embedding_multiplier: float = flag("factor of the embedding's output", 1.0, above=0)
+    residual_multiplier: float = flag("factor of what attention and MLP add to the stream", 1.0, above=0)
+    logits_scaling: float = flag("divisor of the logits", 1.0, above=0)
+    attn_logit_softcapping: float | None = flag(
+        "attention scores s become cap * tanh(s / cap), from all scores; 0: no cap", none=0
+    )
+    final_logit_softcapping: float | None = flag("the same for the logits; 0: no cap", none=0)
     kv_lora_rank: int | None = flag(
         "multi-latent attention (DeepSeek): rank of the compressed KV latent; 0: other attention", none=0
     )
@@ -163,6 +196,11 @@ class ModelConfig:
     )
 
     @property
+    def own_fields(self) -> list[str]:
+        """Names of OWN_FIELDS that have an effect."""
+        return [name for name, default in OWN_FIELDS.items() if getattr(self, name) != default]
+
+    @property
     def is_latent(self) -> bool:
         """Whether attention keeps keys and values as latents (DeepSeek-V2)."""
         return self.kv_lora_rank is not None
@@ -176,7 +214,7 @@ class ModelConfig:
     @property
     def rotary_channels(self) -> int:
         """Channels of a head that RoPE rotates."""
-        return self.qk_pos_emb_head_dim or self.kv_channels
+        return self.qk_pos_emb_head_dim or int(self.kv_channels * self.rotary_percent)
 
     @property
     def value_channels(self) -> int:
@@ -202,7 +240,8 @@ class Traits:
 
     A `Literal` with one value means that `patch/model` can build only this value. A family that needs another
     value adds it to the type; mypy then shows the places that must handle it. A trait that is also a field of
-    ModelConfig is a flag: a model may differ from its family.
+    ModelConfig is a flag: a model may differ from its family. Numbers that differ between the models of a
+    family are fields of ModelConfig alone (OWN_FIELDS); `Family.own_fields` names them.
     """
 
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
@@ -215,7 +254,15 @@ class Traits:
     add_qkv_bias: bool = False
     """Biases on queries, keys and values only."""
     qk_layernorm: bool = False
-    position_embedding_type: Literal["rope", "alibi"] = "rope"
+    qk_norm_of: Literal["head", "all heads"] = "head"
+    """Whether a norm of queries and keys is computed for each head, or for all heads together."""
+    norm_placement: Literal["before", "behind", "both"] = "before"
+    """Where attention and MLP have a norm: before them, behind them (before the residual sum), or both."""
+    layernorm_zero_centered_gamma: bool = False
+    """Whether norms multiply by 1 + weight."""
+    rotary_interleaved: bool = False
+    """Whether RoPE rotates neighboring channels, not a channel and one half a head away."""
+    position_embedding_type: PositionEmbedding = "rope"
     embedding_norm: bool = False
     """A norm between the embedding and the first layer."""
 
@@ -234,8 +281,9 @@ class Traits:
 
     @property
     def is_llama_like(self) -> bool:
-        """Whether Transformer Engine's layers can be built."""
-        return self.has_rope and self.normalization == "RMSNorm" and not self.add_bias_linear
+        """Whether Transformer Engine's layers can be built, if the model has no OWN_FIELDS."""
+        free = "activation", "gated_linear_unit", "add_qkv_bias", "qk_layernorm", "embedding_norm"
+        return self == Traits(**{name: getattr(self, name) for name in free})
 
     @property
     def is_bloom_like(self) -> bool:
@@ -271,5 +319,16 @@ LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_d
 LATENT_FIELDS: frozenset[str] = frozenset({*LATENT_SIZES, "mscale", "mscale_all_dim"})
 """Fields of latent attention; stored runs of earlier versions lack these fields."""
 
-TRAIT_FIELDS: frozenset[str] = SHAPE_FIELDS & {field.name for field in fields(Traits)}
+TRAIT_FIELDS: frozenset[str] = frozenset({"add_qkv_bias", "qk_layernorm"})
 """Traits that are flags; the family decides them if no flag does."""
+
+OWN_FIELDS: dict[str, Any] = {
+    field.name: field.default
+    for field in fields(ModelConfig)
+    if field.name in {
+        "window_attn_skip_freq", "rotary_percent", "rotary_base_local", "no_rope_freq",
+        "llama_4_scaling_beta", "softmax_scale", "embedding_multiplier", "residual_multiplier",
+        "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping",
+    }
+}  # fmt: skip
+"""Fields that only some families have, and their values without effect; earlier runs lack these fields."""

@@ -44,6 +44,10 @@ class Kind(Enum):
     """One tensor whose rows are padded to the padded vocabulary and split over TP."""
     QKV = auto()
     """Three tensors. For each key/value group in turn: the rows of its queries, of its key, of its value."""
+    JOINED_QKV = auto()
+    """The same rows from one tensor: all queries, then all keys, then all values."""
+    JOINED_GATE_UP = auto()
+    """One tensor: all rows of gate, then of up. A TP rank stores its rows of each, as COLUMN_PARALLEL."""
 
 OTHER_NAMES = {
     f"{theirs}{kind}": f"decoder.{ours}.{kind}"
@@ -136,6 +140,44 @@ def dense_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
     )
 
 
+_BEFORE = ("input_layernorm", "input_layernorm")
+_NORMS = {
+    "before": ([_BEFORE], [("pre_mlp_layernorm", "post_attention_layernorm")]),
+    "behind": (
+        [("self_attn_bda.norm", "post_attention_layernorm")],
+        [("mlp_bda.norm", "post_feedforward_layernorm")],
+    ),
+    "both": (
+        [_BEFORE, ("self_attn_bda.norm", "post_attention_layernorm")],
+        [
+            ("pre_mlp_layernorm", "pre_feedforward_layernorm"),
+            ("mlp_bda.norm", "post_feedforward_layernorm"),
+        ],
+    ),
+}
+"""`Traits.norm_placement` -> our and Hugging Face's names of the norms of attention and of the MLP."""
+
+
+def rows_joined(joined: Mapping[str, str], model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
+    """Return `dense_rows` with one tensor in place of several.
+
+    Args:
+        joined: name of the joined tensor -> name of the first of the tensors that it replaces.
+    """
+    return tuple(_join(row, joined) for row in dense_rows(model, traits))
+
+
+def _join(row: WeightRow, joined: Mapping[str, str]) -> WeightRow:
+    first, *_ = row.hf
+    above, _, name = first.removesuffix(".weight").rpartition(".")
+    for tensor, part in joined.items():
+        if name == part and row.kind in (Kind.QKV, Kind.COLUMN_PARALLEL) and row.is_matrix:
+            kind = Kind.JOINED_QKV if row.kind is Kind.QKV else Kind.JOINED_GATE_UP
+            shape = (sum(shape[0] for shape in row.hf.values()), *row.hf[first][1:])
+            return row._replace(kind=kind, hf={f"{above}.{tensor}.weight": shape})
+    return row
+
+
 class _LayerRow(NamedTuple):
     """Factory of rows of some layers; tensor and parameter names are relative to the layer."""
 
@@ -158,24 +200,30 @@ def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
     qkv = {"q": query, "k": key, "v": key}
     row = _LayerRow(range(model.num_layers))
     norm = row.norm
+    norms = _NORMS[traits.norm_placement]
+    of_attention, of_mlp = ([norm(*names, hidden) for names in each] for each in norms)
     matrices = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in qkv.items()}
     merged = row("self_attention.linear_qkv.weight", "attention", Kind.QKV, matrices)
     output = {"self_attn.o_proj.weight": (hidden, model.num_attention_heads * model.value_channels)}
     with_experts = expert_layers(model)
     dense = _LayerRow([n for n in row.layers if n not in with_experts] if with_experts else row.layers)
     rows = [
-        norm("input_layernorm", "input_layernorm", hidden),
+        *of_attention,
         *(_latents(row, model) if model.is_latent else [merged]),
         row("self_attention.linear_proj.weight", "attention", Kind.ROW_PARALLEL, output),
-        norm("pre_mlp_layernorm", "post_attention_layernorm", hidden),
+        *of_mlp,
         *(_mlp(dense, "mlp", "mlp", "mlp", model.ffn_hidden_size, model, traits) if dense.layers else ()),
         *(_experts(_LayerRow(with_experts), model, traits) if with_experts else ()),
     ]
     if traits.add_qkv_bias:
         biases = {f"self_attn.{name}_proj.bias": (count,) for name, count in qkv.items()}
         rows.append(row("self_attention.linear_qkv.bias", "attention", Kind.QKV, biases))
-    if traits.qk_layernorm:
+    if traits.qk_layernorm and traits.qk_norm_of == "head":
         rows += [norm(f"self_attention.{n}_layernorm", f"self_attn.{n}_norm", head) for n in ("q", "k")]
+    elif traits.qk_layernorm:
+        for n in ("q", "k"):
+            weight = {f"self_attn.{n}_norm.weight": (qkv[n],)}
+            rows.append(row(f"self_attention.{n}_layernorm.weight", "norm", Kind.COLUMN_PARALLEL, weight))
     return rows
 
 

@@ -242,13 +242,19 @@ def _kernel_table(backends: Backends, config: RunConfig, machine: MachineFacts) 
         why = "" if backends.is_grouped else "grouped ones need bf16 on Hopper, and no adapters"
         yield KernelChoice("products of experts", f"torch, {'one by one' if why else 'grouped'}", why)
     chunks = "chunks of tokens, without all logits"
-    yield KernelChoice("loss", f"{chunks}, in two Triton kernels" if backends.is_fused else chunks, missing)
+    has_kernel = backends.is_fused and model.final_logit_softcapping is None
+    yield KernelChoice("loss", f"{chunks}, in two Triton kernels" if has_kernel else chunks, missing)
     yield KernelChoice("optimizer", "Triton" if is_cuda else "C++ if there is a compiler, else NumPy")
 
 
 def _attention(backends: Backends, config: RunConfig, machine: MachineFacts) -> KernelChoice:
     cp_size = config.parallel.context_parallel_size
     reasons = []
+    if config.model.attn_logit_softcapping is not None:
+        if "flash_attn" in backends.attention and config.training.precision != "fp32":
+            return KernelChoice("attention", _PACKAGE)
+        why = "no kernel of torch caps scores" if machine.cuda_devices else ""
+        return KernelChoice("attention", "all scores of some tokens at a time", why)
     if not machine.cuda_devices:
         return KernelChoice("attention", "torch's SDPA")
     if backends.transformer_impl == "transformer_engine" and config.model.attention_backend != "local":
@@ -287,6 +293,8 @@ def _packed_rows(backends: Backends, config: RunConfig) -> KernelChoice:
         return KernelChoice(operation, "sequence by sequence", "the one kernel takes fp16 and bf16")
     if "flash_attn" in backends.attention and not _is_ring(config):
         return KernelChoice(operation, _PACKAGE)
+    if config.model.attn_logit_softcapping is not None:
+        return KernelChoice(operation, "sequence by sequence", "no kernel of torch caps scores")
     return KernelChoice(operation, f"torch's varlen_attn by {_FLASH_NAMES[backends.flash]}")
 
 

@@ -15,7 +15,7 @@ from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.families import traits_of
+from patch.families import Traits, is_llama_like, traits_of
 from patch.families.adapters import adapts_experts
 from patch.families.selection import Selection
 
@@ -80,6 +80,10 @@ class Conflict(NamedTuple):
         refuse(self.refused.field, got, self.instead or self.refused.off + endings[self.other.choice], why)
 
 
+def _has_other_norms(traits: Traits) -> bool:
+    return traits.normalization != "RMSNorm" or traits.add_bias_linear
+
+
 def _has_experts(run: RunConfig) -> bool:
     return run.model.num_experts is not None
 
@@ -115,9 +119,15 @@ QK_NORM = Feature("norms of heads", "qk_layernorm", "false", proven="one gpu")
 WINDOW = Feature("sliding window", "window_size", "none", proven="one gpu")
 ROPE_SCALING = Feature("scaled RoPE", "use_rope_scaling", "false", proven="one gpu")
 OTHER_LAYERS = Feature("layers unlike LLaMA's", "model_type", "auto", choice="shape",
-                       condition=lambda run: not traits_of(run.model).is_llama_like, proven="one gpu")
+                       condition=lambda run: not is_llama_like(run.model), proven="one gpu")
 ALIBI = Feature("ALiBi", "model_type", "auto", choice="shape",
                 condition=lambda run: not traits_of(run.model).has_rope, proven="one gpu")
+OTHER_NORMS = Feature("LayerNorm, or biases of all linear layers", "model_type", "auto", choice="shape",
+                      condition=lambda run: _has_other_norms(traits_of(run.model)), proven="one gpu")
+CAPPED = Feature("capped scores", "attn_logit_softcapping", "0", choice="shape")
+RING = Feature("ring attention", "context_parallel_size", "1",
+               condition=lambda run: run.parallel.cp_comm_type == "p2p" or (
+                   run.parallel.cp_comm_type is None and not run.heads_divide_by_cp), proven="one gpu")
 ONE_ORDER = Feature("layers unlike LLaMA's and BLOOM's", "model_type", "auto", choice="shape",
                     condition=lambda run: OTHER_LAYERS.is_on(run) and not traits_of(run.model).is_bloom_like,
                     proven="one gpu")
@@ -166,15 +176,17 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(ENGINE, TP_OVERLAP,
              "--tp-comm-overlap needs our own layers; Transformer Engine's need user buffers for it"),
     Conflict(ENGINE, FP8_GATHER, f"{where('fp8_param_gather')} needs our own layers"),
-    Conflict(LATENTS, OTHER_LAYERS, f"{_ITS} no RoPE that could be a part of a head"),
+    Conflict(LATENTS, OTHER_LAYERS, f"{_ITS} parts that latent attention lacks"),
+    Conflict(RING, CAPPED, "the kernels of a ring cannot cap scores",
+             f"1, or a2a at {where('cp_comm_type')}, which needs heads that CP divides"),
     Conflict(QKV_BIAS, LATENTS, _LATENT),
     Conflict(QK_NORM, LATENTS, _LATENT),
     Conflict(WINDOW, LATENTS, _LATENT),
     Conflict(FP8, LATENTS, "latent attention has no fp8 matmuls yet"),
     Conflict(NF4, LATENTS, _LATENT),
     Conflict(ROPE_SCALING, ALIBI, f"{_ITS} ALiBi instead of RoPE"),
-    Conflict(QKV_BIAS, OTHER_LAYERS, f"{_ITS} biases anyway"),
-    Conflict(QK_NORM, OTHER_LAYERS, f"{_ITS} no RMSNorm of heads"),
+    Conflict(QKV_BIAS, OTHER_NORMS, f"{_ITS} biases anyway"),
+    Conflict(QK_NORM, OTHER_NORMS, f"{_ITS} no RMSNorm of heads"),
     Conflict(ALIGNMENT, ONE_ORDER,
              f"{_ITS} one order of operations, within 1e-4 of transformers' logits in fp32"),
     Conflict(AUTO_RECOMPUTE, ALIGNMENT, "the plan has no memory model for --precision-align"),

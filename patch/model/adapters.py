@@ -40,6 +40,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
@@ -51,7 +52,10 @@ from patch.families.weights import WeightRow
 from patch.model.frozen import let_inputs_have_gradients
 from patch.model.hf_numerics.layers import HFLinear
 
-_AXES: dict[Kind, int] = {Kind.COLUMN_PARALLEL: 0, Kind.ROW_PARALLEL: 1}
+_AXES: dict[Kind, int] = {
+    **dict.fromkeys((Kind.COLUMN_PARALLEL, Kind.JOINED_QKV, Kind.JOINED_GATE_UP), 0),
+    Kind.ROW_PARALLEL: 1,
+}
 """The axis along which TP shards A or B."""
 
 
@@ -138,7 +142,10 @@ class Adapters(torch.nn.ModuleDict):
             for factor, row in (("A", each.a), ("B", each.b))
             if row.kind in _AXES
         }
-        share = group.size() if base.kind in (Kind.COLUMN_PARALLEL, Kind.QKV) else 1
+        self._of_gate_up = [
+            f"{each.name}.lora_B.weight" for each in adapters if each.b.kind is Kind.JOINED_GATE_UP
+        ]
+        share = group.size() if adapters[0].b.kind in _AXES else 1
         names = {each.target: each.name for each in adapters}
         self._parts = [(names.get(target), shape[0] // share) for target, shape in base.hf.items()]
         """Per part: its name, or None without an adapter, and the rows of B."""
@@ -197,10 +204,13 @@ class Adapters(torch.nn.ModuleDict):
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]
     ) -> ShardedStateDict:
         """Return the adapters' shards, named and sharded like the layer's weight."""
-        return make_sharded_tensors_for_checkpoint(
+        state: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, self._axes, sharded_offsets,
             tp_group=self._group, dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
+        for name in self._of_gate_up:  # stored as gate, then up, whatever TP is
+            state[prefix + name] = apply_swiglu_sharded_factory(state[prefix + name], sharded_offsets)
+        return state
 
 
 def _message(layer: Any, *, is_cut: bool) -> _Message | None:

@@ -12,7 +12,7 @@ from patch.compat.corrections import StageLayout
 from patch.config.choices import PRECISIONS
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import torch_dtype
-from patch.families import EXPERT_FIELDS, expert_layers, traits_of
+from patch.families import EXPERT_FIELDS, expert_layers, layers_with_window, traits_of
 from patch.families.shape import LATENT_SIZES
 from patch.model.fp8.te_scales import scaling_settings
 from patch.model.hf_numerics.layers import batch_first_silu, bloom_gelu
@@ -41,6 +41,7 @@ def transformer_config(
     return kind(
         **_same(model, "num_layers", "hidden_size", "ffn_hidden_size"),
         **_same(traits, "normalization", "gated_linear_unit", "add_bias_linear"),
+        **_same(traits, "layernorm_zero_centered_gamma", "rotary_interleaved"),
         **_same(traits, "add_qkv_bias", "qk_layernorm"),
         layernorm_epsilon=model.norm_epsilon,
         activation_func=activation,
@@ -78,6 +79,8 @@ def _same(section: Any, *names: str) -> dict[str, Any]:
 def _attention_settings(model: ModelConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {
         **_same(model, "num_attention_heads", "num_query_groups", "kv_channels", "window_size"),
+        **_same(model, "softmax_scale"),
+        "window_attn_skip_freq": [int(n in layers_with_window(model)) for n in range(model.num_layers)],
         "attention_dropout": 0.0,
     }
     if not model.is_latent:

@@ -41,7 +41,7 @@ from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import follow_offloaded
 from patch.model.adapters import add_adapters
 from patch.model.attention.packed_sequences import PackedSequences, give_own_positions
-from patch.model.attention.rotary import RotaryTable, attention_factor, inverse_frequencies
+from patch.model.attention.rotary import rotary_table
 from patch.model.backends import backends_on
 from patch.model.configuration import transformer_config
 from patch.model.embedding_noise import EmbeddingNoise
@@ -92,10 +92,7 @@ class LlamaModel(LanguageModule):
         self.activation_offload, self.step_weights = builder.saved, builder.step_weights
         follow_offloaded(self.decoder.layers)
         if traits.has_rope:
-            zigzag, is_polar = Zigzag.of(groups.cp), builder.is_polar
-            self.rotary_pos_emb = RotaryTable(
-                inverse_frequencies(model), attention_factor(model), zigzag, is_polar=is_polar
-            )
+            self.rotary_pos_emb = rotary_table(model, Zigzag.of(groups.cp), is_polar=builder.is_polar)
             own_positions = partial(give_own_positions, table=self.rotary_pos_emb)
             self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
         if self.pre_process and self._is_fused:
@@ -109,6 +106,12 @@ class LlamaModel(LanguageModule):
             # The spec does not include the embedding. With SP the norm gets this rank's part of the tokens.
             self.embedding.norm = builder.norm(self.config, model.hidden_size, model.norm_epsilon)
             self.embedding.register_forward_hook(lambda embedding, inputs, output: embedding.norm(output))
+        if model.embedding_multiplier != 1.0 and self.pre_process:
+            # transformers rounds the factor to the weights' dtype (Gemma), or it is exact there (Granite).
+            dtype = builder.upstream.params_dtype
+            factor = torch.tensor(model.embedding_multiplier, dtype=dtype, device="cpu").item()
+            self.embedding.register_forward_hook(lambda embedding, inputs, output: output * factor)
+        self._of_logits, self._cap = 1.0 / model.logits_scaling, model.final_logit_softcapping
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
         self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
@@ -134,6 +137,9 @@ class LlamaModel(LanguageModule):
             pg_collection=self.pg_collection,
             vp_stage=self.vp_stage,
         )
+        for layer in self.decoder.layers:
+            # megatron-core turns autograd on for residual sums: in evaluations norms would save tensors.
+            layer.bias_dropout_add_exec_handler = nullcontext
         if self.post_process:
             self.output_layer = ColumnParallelLinear(
                 self.config.hidden_size,
@@ -193,11 +199,15 @@ class LlamaModel(LanguageModule):
         )
         if not self.post_process:
             return hidden.contiguous()  # as sending it requires
+        if self._of_logits != 1.0:
+            hidden = hidden * self._of_logits
         if labels is not None and loss_mask is not None:
             return self.summed_loss(hidden, labels, loss_mask)
         is_tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if is_tied else None
         logits, _ = self.output_layer(hidden, weight=weight)
+        if self._cap is not None:
+            logits = self._cap * torch.tanh(logits / self._cap)
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         return self.compute_language_model_loss(labels, logits)
@@ -242,7 +252,7 @@ class LlamaModel(LanguageModule):
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         is_tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
-        part = VocabularyShard(group.rank() * len(weight), self.num_vocab_rows, group)
+        part = VocabularyShard(group.rank() * len(weight), self.num_vocab_rows, group, self._cap)
         if isinstance(learned, ScoredTokens):
             return log_probabilities(hidden, weight, learned.choices, part)
         if isinstance(learned, LikeliestTokens):

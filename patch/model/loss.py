@@ -86,6 +86,12 @@ class VocabularyShard(NamedTuple):
     num_rows: int
     """Rows of the real vocabulary; later rows are padding."""
     group: dist.ProcessGroup
+    cap: float | None = None
+    """Logits are cap * tanh(logits / cap), or not changed (`final_logit_softcapping`)."""
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Cap logits in place."""
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
 
 def linear_cross_entropy(
@@ -100,7 +106,7 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed loss of the trained tokens, or each token's loss if `learned.gradient` is None.
 
-    With a teacher, Triton's kernels are not used: they have no loss of a teacher.
+    With a teacher or capped logits, Triton's kernels are not used: they have neither.
 
     Backward may run only once. With each token's loss, backward computes the logits again.
 
@@ -116,7 +122,8 @@ def linear_cross_entropy(
     chunk = chunk or chunk_length(*weight.shape, cuda=weight.is_cuda)
     needed = [tensor.requires_grad and torch.is_grad_enabled() for tensor in (hidden, weight)]
     is_written = is_fused and hasattr(weight, "main_grad_writer")
-    how = _LossOptions(part, chunk, is_fused and learned.teacher is None, needed, is_written, learned.teacher)
+    has_kernel = is_fused and learned.teacher is None and part.cap is None
+    how = _LossOptions(part, chunk, has_kernel, needed, is_written, learned.teacher)
     return _LinearCrossEntropy.apply(hidden, weight, labels, learned, how)
 
 
@@ -144,8 +151,8 @@ def log_probabilities(
 
 def _scores(logits: torch.Tensor, choices: torch.Tensor, part: VocabularyShard) -> torch.Tensor:
     """Return the most likely token and the choices' log-probabilities, [T, 1 + K], from logits [T, V]."""
-    first, num_rows, group = part
-    logits[:, num_rows:] = torch.finfo(logits.dtype).min
+    first, num_rows, group, _ = part
+    part.capped(logits)[:, num_rows:] = torch.finfo(logits.dtype).min
     own_largest, rows = logits.max(dim=-1)
     largest = own_largest.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -270,7 +277,7 @@ class _Chunks:
     def _losses_and_gradients(
         self, logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor, begin: int
     ) -> torch.Tensor:
-        first, num_rows, group = self._part
+        first, num_rows, group, cap = self._part
         if self._is_fused:
             # Only CUDA builds of torch have Triton.
             from patch.model.kernels.fused_loss import losses_and_gradients
@@ -278,11 +285,16 @@ class _Chunks:
             return losses_and_gradients(logits, labels, gradient, first=first, num_rows=num_rows, group=group)
         logits[:, num_rows:].fill_(torch.finfo(logits.dtype).min)  # assignment would block the host
         wide = logits if self._wide is None else self._wide[: len(labels)].copy_(logits)
+        slope = None
+        if cap is not None:
+            slope = 1 - (self._part.capped(wide[:, :num_rows]) / cap).square()
         if self._teacher is None:
             losses = _losses_and_gradients(wide, labels, gradient, self._part)
         else:
             teacher = self._teacher._replace(taught=self._teacher.taught[begin : begin + len(labels)])
             losses = _losses_of_student(wide, labels, gradient, teacher, self._part)
+        if slope is not None:
+            wide[:, :num_rows] *= slope
         if self._wide is not None:
             logits.copy_(wide)
         return losses
@@ -366,7 +378,7 @@ def _outcomes(
     probability of the other tokens. Also returns the rows [T, K] of the chosen tokens, 0 where they are not
     on this TP rank, and whether they are.
     """
-    first, num_rows, group = part
+    first, num_rows, group, _ = part
     largest = logits.max(dim=-1).values
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     logits -= largest[:, None]
@@ -400,14 +412,15 @@ def likeliest_tokens(
     """
     is_asked = asked.mask != 0
     rows = hidden.transpose(0, 1)[is_asked].split(chunk_length(*weight.shape))
-    found = [_likeliest(torch.mm(own, weight.t()).float() / asked.temperature, asked, part) for own in rows]
+    found = [_likeliest(torch.mm(own, weight.t()).float(), asked, part) for own in rows]
     whole = hidden.new_zeros(*is_asked.shape, 2 * asked.number + 1, dtype=torch.float32)
     whole[is_asked] = torch.cat(found)
     return whole
 
 
 def _likeliest(logits: torch.Tensor, asked: LikeliestTokens, part: VocabularyShard) -> torch.Tensor:
-    first, num_rows, group = part
+    first, num_rows, group, _ = part
+    logits = part.capped(logits) / asked.temperature
     logits[:, num_rows:] = torch.finfo(logits.dtype).min
     own, rows = logits.topk(min(asked.number, logits.shape[1]), dim=1)
     parts = [torch.empty_like(own) for _ in range(group.size())], [rows.clone() for _ in range(group.size())]

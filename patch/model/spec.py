@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from patch.config.schema import ModelConfig, RunConfig
-from patch.families import Traits, expert_layers, family_of, traits_of
+from patch.families import Traits, expert_layers, family_of, layers_with_rope, layers_with_window, traits_of
 from patch.features.backends import Backends
 from patch.memory import SavedTensors
 from patch.model.activation_layers import StageOffload, layer_kinds
@@ -43,7 +43,7 @@ from patch.model.attention.latent_attention import (
     LatentAttention,
     PolarLatentAttention,
 )
-from patch.model.attention.rotary_attention import RotaryAttention
+from patch.model.attention.rotary_attention import RotaryAttention, Turns
 from patch.model.experts.layer import experts_spec
 from patch.model.fp8.product import Fp8Product, StepWeights
 from patch.model.hf_numerics.experts import aligned_experts_spec
@@ -61,7 +61,14 @@ from patch.model.hf_numerics.layers import (
 from patch.model.linear import Column, Row
 from patch.model.mlp import Activation, activation_called, activation_of, mlp_spec
 from patch.model.nf4_product import Nf4Product
-from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
+from patch.model.norm import (
+    HeadRMSNorm,
+    KeysRMSNorm,
+    LayerNorm,
+    QueriesRMSNorm,
+    ResidualAdd,
+    RMSNorm,
+)
 
 NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]]] = {
     ("RMSNorm", False): (RMSNorm, HeadRMSNorm),
@@ -124,6 +131,7 @@ class LayerSpecBuilder:
         is_separate = "gate_up" in self.aligned and self.traits.gated_linear_unit
         gate_up = SeparateGateUp() if is_separate else HFLinear()
         fc1, fc2 = self._linear(Column, number, gate_up), self._linear(Row, number)
+        bda, before = self._bda(), self.norm if self.traits.norm_placement != "behind" else IdentityOp
         mlp, keys = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2), dict(_NORM_KEYS)
         has_experts, is_latent = number - 1 in expert_layers(self.model), self.model.is_latent
         if has_experts:
@@ -133,32 +141,54 @@ class LayerSpecBuilder:
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                input_layernorm=self.norm,
+                input_layernorm=before,
                 self_attention=self._latent_attention(number) if is_latent else self._self_attention(number),
-                self_attn_bda=get_bias_dropout_add,
-                pre_mlp_layernorm=self.norm,
+                self_attn_bda=bda,
+                pre_mlp_layernorm=before,
                 mlp=self._experts(mlp) if has_experts else self._mlp(mlp, number),
-                mlp_bda=get_bias_dropout_add,
+                mlp_bda=bda,
                 sharded_state_dict_keys_map=keys,
             ),
         )
 
+    def _bda(self) -> Any:
+        """Return the residual sum, with the norms that are behind attention and MLP."""
+        multiplier = self.model.residual_multiplier
+        norm = self.norm if self.traits.norm_placement != "before" else None
+        if norm is None and multiplier == 1.0:
+            return get_bias_dropout_add
+        params = {"config": self.upstream, "norm": norm, "multiplier": multiplier}
+        return ModuleSpec(module=ResidualAdd, params=params)
+
     def _self_attention(self, number: int) -> ModuleSpec:
-        head_norm = self._norms[1] if self.traits.qk_layernorm else IdentityOp
+        query_norm = key_norm = self._norms[1] if self.traits.qk_layernorm else IdentityOp
+        if self.traits.qk_layernorm and self.traits.qk_norm_of == "all heads":
+            query_norm, key_norm = QueriesRMSNorm, KeysRMSNorm
         qkv = SeparateQKV(self.upstream) if "qkv" in self.aligned else HFLinear()
-        of_rope = {"is_fused": self.backends.is_fused} if self.traits.has_rope else {}
+        of_rope: dict[str, Any] = {}
+        if self.traits.has_rope:
+            of_rope = {"is_fused": self.backends.is_fused, "turns": self._turns(number - 1)}
         return ModuleSpec(
             module=RotaryAttention if self.traits.has_rope else SelfAttention,
             params={"attn_mask_type": AttnMaskType.causal, **of_rope},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=self._linear(Column, number, qkv),
-                core_attention=self._core_attention(),
+                core_attention=self._core_attention(number),
                 # Attention saves its output, which is the input of the projection.
                 linear_proj=self._linear(Row, number, is_input_kept=True),
-                q_layernorm=head_norm,
-                k_layernorm=head_norm,
+                q_layernorm=query_norm,
+                k_layernorm=key_norm,
             ),
         )
+
+    def _turns(self, layer: int) -> Turns:
+        """Return how RoPE rotates the heads of a layer, by its number from 0."""
+        model, channels = self.model, self.model.rotary_channels
+        if layer not in layers_with_rope(model):
+            return Turns(None, None, channels)
+        table = int(model.rotary_base_local is not None and layer in layers_with_window(model))
+        of_queries = table if model.llama_4_scaling_beta is None else 1
+        return Turns(of_queries, table, channels, is_interleaved=self.traits.rotary_interleaved)
 
     def _latent_attention(self, number: int) -> ModuleSpec:
         column = self._linear(Column, number)
@@ -174,7 +204,7 @@ class LayerSpecBuilder:
                 linear_q_up_proj=column,
                 linear_kv_down_proj=WholeLinear,
                 linear_kv_up_proj=column,
-                core_attention=self._core_attention(),
+                core_attention=self._core_attention(number),
                 linear_proj=self._linear(Row, number, is_input_kept=True),
                 q_layernorm=self.norm,
                 kv_layernorm=self.norm,
@@ -264,7 +294,7 @@ class LayerSpecBuilder:
     def _recompute(self) -> Callable[..., Any]:
         return checkpoint
 
-    def _core_attention(self) -> ModuleSpec:
+    def _core_attention(self, number: int) -> ModuleSpec:
         is_context_parallel = self.groups.cp.size() > 1
         if "attention" in self.aligned:
             assert not is_context_parallel, "validate_run refuses it"
@@ -272,7 +302,11 @@ class LayerSpecBuilder:
                 return ModuleSpec(module=AlignedAlibi)
             return ModuleSpec(module=EagerAttention if self.model.precision_align == "eager" else AlignedSdpa)
         attention = ContextParallelAttention if is_context_parallel else self._attention
-        params: dict[str, Any] = {"kernels": self.backends.attention}
+        params: dict[str, Any] = {
+            "kernels": self.backends.attention,
+            "cap": self.model.attn_logit_softcapping,
+            "has_window": number - 1 in layers_with_window(self.model),
+        }
         if is_context_parallel:
             params["is_fused"] = self.backends.is_fused
         if self.traits.has_rope:

@@ -82,7 +82,7 @@ class TELayerSpecBuilder(LayerSpecBuilder):
         layer.submodules.self_attention.module = RotaryAttention
         layer.submodules.self_attention.params["is_fused"] = self.backends.is_fused
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = self._core_attention()
+        attention.core_attention = self._core_attention(number)
         if has_head_norms:
             attention.q_layernorm = attention.k_layernorm = TEHeadNorm
         mlp = layer.submodules.mlp  # a `partial` since megatron-core 0.17

@@ -21,6 +21,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from patch.config.schema import ModelConfig
+from patch.families import traits_of
 from patch.families.adapters import INSIDE, SECOND_FACTOR
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model.llama import sharded_weights
@@ -73,6 +74,7 @@ def initialize_weights(
     visit: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Set the weights of a rank's stages: N(0, init_method_std); norms 1, biases and padded rows 0.
+    Norms that multiply by 1 + weight get 0.
 
     With `init_method_xavier_uniform` the embedding is uniform with Glorot and Bengio's deviation. Adapters
     start as in PEFT: A uniform within +-1 / sqrt(inputs), B 0. An nf4 weight gets its quantized values.
@@ -81,13 +83,15 @@ def initialize_weights(
         adapters: see `sharded_weights`.
         visit: returns the tensor to write for a weight (the optimizer's `meta_weights`).
     """
+    is_zero_centered = traits_of(model).layernorm_zero_centered_gamma
     state = sharded_weights(stages, adapters=adapters)
     apply_factories(state)
     for shard in nested_values(extract_sharded_tensors(state)[0]):
         if visit is not None:
             shard.data = visit(shard.data)
         if shard.data.ndim == 1:
-            shard.data.fill_(0.0 if shard.key.endswith("bias") else 1.0)  # or `layer_norm_bias`
+            is_zero = shard.key.endswith("bias") or is_zero_centered  # or `layer_norm_bias`
+            shard.data.fill_(0.0 if is_zero else 1.0)
             continue
         number = shard.prepend_axis_num
         place = " ".join(map(str, shard.global_offset[:number])) or "0"  # layer, and expert

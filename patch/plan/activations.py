@@ -114,7 +114,7 @@ def _gradient_bytes(config: RunConfig, *, cuda: bool) -> int:
     # In chunks, backward has them, and recomputes their forward, for one chunk.
     mlp, num_chunks = widths(model, "mlp", tp_size), config.training.mlp_chunks_for_training
     at_once = mlp.out_features + (sum(mlp) if num_chunks > 1 else 0)
-    gradients = tokens * at_once * size // num_chunks
+    gradients = int(tokens * at_once * size / num_chunks)
     gradients += 2 * tokens * model.hidden_size * size if config.parallel.sequence_parallel else 0
     if model.num_experts:  # inputs and outputs of experts; recomputed activation, its gradient, the product
         # On a CPU only one expert at a time has them; single experts have already kept half.
@@ -234,7 +234,7 @@ def activation_bytes(config: RunConfig, *, cuda: bool, is_first: bool = False) -
     """Return bytes per rank of one layer and micro-batch, by `recompute_granularity`; all layers are equal.
 
     With `--recompute-method block`, "full" holds for the recomputed layers, None for the other layers. Not
-    included are norms of heads, masks of a sliding window, and `--precision-align`. Scales of fp8 numbers and
+    included are masks of a sliding window, and `--precision-align`. Scales of fp8 numbers and
     the bf16 layers of an fp8 run are not included. Neither are packing (a CPU may keep the attention output
     twice) and allocations of backward.
 
@@ -244,10 +244,11 @@ def activation_bytes(config: RunConfig, *, cuda: bool, is_first: bool = False) -
     """
     training, size = config.training, element_bytes(config.training.precision)
     whole = saved_bytes(config, cuda=cuda)
-    selective = whole | {"product": 0.0}
-    if cuda or size == _HALF:  # norms are recomputed
-        given = whole["qkv_input"]
-        selective |= {"qkv_input": 0.0, "mlp_input": 0.0, "attention_norm": given, "mlp_norm": given}
+    selective, placement = whole | {"product": 0.0, "gate": 0.0}, traits_of(config.model).norm_placement
+    if (cuda or size == _HALF) and placement != "behind":  # norms are recomputed
+        given, behind = whole["qkv_input"], whole["attention_norm"] / 2 if placement == "both" else 0.0
+        selective |= {"qkv_input": 0.0, "mlp_input": 0.0}
+        selective |= dict.fromkeys(("attention_norm", "mlp_norm"), given + behind)
     if config.adapter.is_on:
         whole, selective = _beside_adapters(config, whole, selective, is_first=is_first)
     # Three fp8 products keep their inputs in fp8: both norms' outputs, and the MLP's product.
@@ -275,7 +276,9 @@ def saved_bytes(config: RunConfig, *, cuda: bool) -> dict[str, float]:
     """Return bytes of a token that a layer without adapters keeps, in the order of forward; AC=none."""
     model, tp_size = config.model, config.parallel.tensor_model_parallel_size
     size, norm = element_bytes(config.training.precision), _norm_bytes(config, cuda=cuda)
-    given, mlp = _own_hidden(config) * size, widths(model, "mlp", tp_size)
+    given, mlp, traits = _own_hidden(config) * size, widths(model, "mlp", tp_size), traits_of(model)
+    is_both, has_gate = traits.norm_placement == "both", traits.gated_linear_unit
+    has_gate = has_gate and traits.activation != "silu"
     of_experts = size * widths(model, "expert", tp_size).in_features  # computed again
     is_chunked, inputs = config.training.mlp_chunks_for_training > 1, 0.0
     if model.num_experts:
@@ -284,15 +287,16 @@ def saved_bytes(config: RunConfig, *, cuda: bool) -> dict[str, float]:
         inputs += 2 * of_experts  # the product, without and with the router's weight: not recomputed
     result = size * model.value_channels * model.num_attention_heads // tp_size
     return {
-        "attention_norm": norm,
+        "attention_norm": norm + is_both * norm,
         "qkv_input": given,
         "qkv": _attention_bytes(config, cuda=cuda) - result,
         "attention_result": result,
-        "mlp_norm": norm,
+        "mlp_norm": norm + is_both * norm,
         "mlp_input": given,
         "router": _router_bytes(model) / config.sp_size,
         "expert_input": inputs,
         "gate_up": 0.0 if is_chunked else size * mlp.out_features,
+        "gate": size * mlp.out_features / 2 if has_gate and not is_chunked else 0.0,  # its activation
         "product": 0.0 if is_chunked else size * mlp.in_features - of_experts,
     }
 
@@ -337,7 +341,8 @@ def _rope_table_bytes(config: RunConfig) -> int:
         return 0
     rows = config.training.micro_batch_size if config.is_packed else 1
     length = config.sample_length // config.parallel.context_parallel_size
-    return _FP32 * rows * length * config.model.rotary_channels
+    tables = 1 + any(getattr(config.model, name) for name in ("rotary_base_local", "llama_4_scaling_beta"))
+    return _FP32 * rows * length * config.model.rotary_channels * tables
 
 
 def boundary_bytes(config: RunConfig) -> int:
@@ -370,11 +375,12 @@ def _norm_bytes(config: RunConfig, *, cuda: bool) -> int:
     if traits_of(config.model).normalization == "LayerNorm":
         return _own_hidden(config) * size + 2 * _FP32
     on_cpu = _FP32 if config.adapter.is_on else 2 * _FP32
-    return _own_hidden(config) * (size if cuda else on_cpu) + _FP32
+    on_gpu = _FP32 if traits_of(config.model).layernorm_zero_centered_gamma else size
+    return _own_hidden(config) * (on_gpu if cuda else on_cpu) + _FP32
 
 
 def _attention_bytes(config: RunConfig, *, cuda: bool) -> float:
-    """Bytes of one token: q and k after RoPE, v, the output and its fp32 sum. Norms of heads keep more.
+    """Bytes of one token: q and k after RoPE, v, the output and its fp32 sum; what norms of heads keep.
 
     ALiBi widens all of them, latent attention widens v and the output; both also keep the output at its own
     width. A ring keeps k and v as one message. All-to-all keeps q, k, v and output of whole sequences, and
@@ -389,7 +395,21 @@ def _attention_bytes(config: RunConfig, *, cuda: bool) -> float:
     values, size = attended_channels(model) * kept, element_bytes(config.training.precision)
     if attended_channels(model) != model.value_channels:
         values += model.value_channels * heads
-    return size * values + _FP32 * heads + _latent_bytes(config, cuda=cuda)
+    sums = 0 if model.attn_logit_softcapping else _FP32 * heads
+    return size * values + sums + _head_norm_bytes(config, cuda=cuda) + _latent_bytes(config, cuda=cuda)
+
+
+def _head_norm_bytes(config: RunConfig, *, cuda: bool) -> float:
+    """Bytes of one token: queries and keys before their norms, and sums; a CPU keeps two fp32 values."""
+    model, traits = config.model, traits_of(config.model)
+    if not traits.qk_layernorm:
+        return 0.0
+    heads, is_each = model.num_attention_heads + model.num_query_groups, traits.qk_norm_of == "head"
+    tp_size, of_channel = config.parallel.tensor_model_parallel_size, 2 * _FP32
+    if cuda and is_each:
+        is_wide = traits.layernorm_zero_centered_gamma
+        of_channel = _FP32 if is_wide else element_bytes(config.training.precision)
+    return heads * model.kv_channels * of_channel / tp_size + _FP32 * (heads / tp_size if is_each else 2)
 
 
 def _latent_bytes(config: RunConfig, *, cuda: bool) -> float:

@@ -17,7 +17,7 @@ from patch.plan import memory, parameters
 from patch.plan.activations import activation_bytes, dispatch_of
 from patch.plan.documents import formulas_of_documents
 from patch.plan.fits import fit_of, heaviest_rank
-from patch.plan.flops import attended_pairs, channels_of_heads, flops_per_step
+from patch.plan.flops import channels_of_heads, flops_per_step, mean_pairs
 from patch.plan.pipeline import Schedule
 from patch.plan.savings import RecomputePlan
 from patch.plan.timing.communication import group_of
@@ -223,7 +223,7 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     model, samples, length = config.model, config.training.global_batch_size, config.sample_length
     flops, tokens = flops_per_step(config), samples * length
     again = f", {scaled(flops.hardware)}FLOP with recomputation" if flops.hardware > flops.model else ""
-    pairs, active = attended_pairs([length], model.window_size), parameters.active_elements(model)
+    pairs, active = mean_pairs([length], model), parameters.active_elements(model)
     times, of_pairs = 3, f"{samples} x 4 x {model.num_layers} x {channels_of_heads(model)} x {pairs} pairs)"
     beside = "backward is twice forward"
     if config.adapter.is_on:

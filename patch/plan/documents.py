@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from patch.config import RunConfig
 from patch.families import traits_of, weight_rows
 from patch.plan.activations import activation_bytes, boundary_bytes, saved_bytes
-from patch.plan.flops import attended_pairs, flops_per_step, forward_of_layers
+from patch.plan.flops import flops_per_step, forward_of_layers, mean_pairs
 from patch.plan.parameters import element_bytes, layer_kinds, total_parameters
 from patch.plan.timing.communication import tp_message_bytes, tp_products
 from patch.text import size_text
@@ -109,7 +109,7 @@ def _activations(config: RunConfig, *, cuda: bool) -> Iterator[str]:
 def _flops(config: RunConfig) -> Iterator[str]:
     model, flops, samples = config.model, flops_per_step(config), config.training.global_batch_size
     s, h, count, rows = config.sample_length, model.hidden_size, model.num_layers, config.padded_vocab_size
-    pairs = attended_pairs([s], model.window_size)
+    pairs = mean_pairs([s], model)
     products, attention = (each / count for each in forward_of_layers(model, samples * s, samples * pairs))
     of_all, squares = samples * 24 * s * h**2, samples * 4 * s**2 * h
     step = 3 * (count * (of_all + squares) + 2 * samples * s * h * rows)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from patch.config import ModelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
-from patch.families import layer_matrices
+from patch.families import layer_matrices, layers_with_window
 from patch.families.weights import TIED_OUTPUT
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import (
@@ -49,7 +49,7 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     """Return the FLOPs of one optimizer step; packing gives `pairs`, the step's `attended_pairs`."""
     model, samples = config.model, config.training.global_batch_size
     if pairs is None:
-        pairs = samples * attended_pairs([config.sample_length], model.window_size)
+        pairs = samples * mean_pairs([config.sample_length], model)
     tokens = samples * config.sample_length
     layers, attention = forward_of_layers(model, tokens, pairs)
     vocab_size = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
@@ -86,6 +86,15 @@ def channels_of_heads(model: ModelConfig) -> int:
 def attended_pairs(lengths: Iterable[int], window: tuple[int, int] | None) -> int:
     """Return the pairs (token, attended token), itself included, over sequences of these lengths."""
     return sum(_pairs(length, length if window is None else min(window[0] + 1, length)) for length in lengths)
+
+
+def mean_pairs(lengths: Iterable[int], model: ModelConfig) -> float:
+    """Return `attended_pairs` of a layer; the mean over all layers if only some have the window."""
+    lengths, number = [*lengths], len(layers_with_window(model))
+    if number in (0, model.num_layers):
+        return attended_pairs(lengths, model.window_size)
+    of_all, of_window = (attended_pairs(lengths, window) for window in (None, model.window_size))
+    return of_all + (of_window - of_all) * number / model.num_layers
 
 
 def _pairs(length: int, width: int) -> int:

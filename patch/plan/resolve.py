@@ -119,6 +119,7 @@ def resolve_cp_comm_type(config: RunConfig) -> tuple[RunConfig, list[str]]:
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     sent = {"p2p": sent_bytes(config, "p2p"), "a2a": sent_bytes(config, "a2a")}
     has_parts = config.is_packed or config.data.reset_attention_mask or model.window_size is not None
+    has_parts = has_parts or model.attn_logit_softcapping is not None
     is_possible = config.heads_divide_by_cp
     chosen = "a2a" if is_possible and (has_parts or sent["a2a"] <= sent["p2p"]) else "p2p"
     a2a = f"a2a {sent['a2a'] / _MIB:.1f} MiB" if is_possible else f"a2a cannot share {heads} heads"

@@ -32,6 +32,7 @@ from patch.errors import ConfigError, shown
 from patch.families import (
     EXPERT_FIELDS,
     LATENT_FIELDS,
+    OWN_FIELDS,
     PRESETS,
     SHAPE_FIELDS,
     TRAIT_FIELDS,
@@ -55,6 +56,8 @@ from patch.preflight.model_of_folder import (
 from patch.storage.hub import hub_name
 from patch.storage.remote import is_url
 
+_LATER_FIELDS = {"model_type", "position_embedding_type", *OWN_FIELDS}
+"""Fields of a shape that runs of earlier versions lack, beside those of experts and latent attention."""
 _DATA = ("train_data_path", "valid_data_path")
 _REQUIRED_SHAPE = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
 """Fields that the user must give if neither a preset nor a config.json sets them."""
@@ -168,7 +171,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
     """
     size, load = merged.get("model_size", "auto"), merged.get("load")
     check_choice(size, (*PRESETS, "auto"), where("model_size"))
-    if merged.keys() >= SHAPE_FIELDS - EXPERT_FIELDS - LATENT_FIELDS - {"model_type"}:
+    if merged.keys() >= SHAPE_FIELDS - EXPERT_FIELDS - LATENT_FIELDS - _LATER_FIELDS:
         return {}
     if size != "auto":
         return PRESETS[size]

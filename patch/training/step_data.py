@@ -15,7 +15,7 @@ from patch.data.order import StepReader
 from patch.distributed.collectives import on_all_ranks, sum_over
 from patch.distributed.context_group import Zigzag
 from patch.errors import DataError
-from patch.plan.flops import attended_pairs
+from patch.plan.flops import mean_pairs
 from patch.training.guards.phases import Phase
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def counts(run: Run, reading: ReadOutcome) -> BatchCounts:
     """Count these micro-batches."""
     divisor = math.nan if reading.error is not None else sum(map(run.data.objective.count, reading.batches))
     packed = [batch.cu_seqlens.diff().tolist() for batch in reading.batches if batch.cu_seqlens is not None]
-    pairs = attended_pairs(chain(*packed), run.config.model.window_size)
+    pairs = mean_pairs(chain(*packed), run.config.model)
     # A context-parallel rank has a part of each row's tokens, but the lengths of all sequences.
     return BatchCounts(divisor, pairs / run.groups.cp.size())
 

@@ -74,6 +74,63 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen-3": (
         "Qwen3", {"head_dim": 32, "rope_parameters": _plain_rope(1e6), "tie_word_embeddings": True}
     ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "rope_parameters": _plain_rope(2e6)}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0,
+            "attention_multiplier": 0.1, "tie_word_embeddings": True, "rope_parameters": _plain_rope(1e4),
+        },
+    ),
+    "ministral-3": (
+        "Ministral3", {"head_dim": 32, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        }},
+    ),
+    "phi-3": ("Phi3", {"sliding_window": 16, "rope_parameters": _plain_rope(1e4)}),
+    "phi-4-mini": (
+        "Phi3",
+        {
+            "sliding_window": None, "tie_word_embeddings": True,
+            "rope_parameters": _plain_rope(1e4) | {"partial_rotary_factor": 0.75},
+        },
+    ),
+    "olmo-2": ("Olmo2", {"rope_parameters": _plain_rope(5e5)}),
+    "olmo-3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4, "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": _YARN_ROPE | {"rope_theta": 5e5}, "sliding_attention": _plain_rope(5e5),
+            },
+        },
+    ),
+    "glm-4": (
+        "Glm4",
+        {"attention_bias": False, "rope_parameters": _plain_rope(1e4) | {"partial_rotary_factor": 0.5}},
+    ),
+    "glm-4-biased": (
+        "Glm4", {"head_dim": 32, "rope_parameters": _plain_rope(1e4) | {"partial_rotary_factor": 0.5}}
+    ),
+    "gemma-2": (
+        "Gemma2",
+        {
+            "head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": 2.0, "rope_parameters": _plain_rope(1e4),
+        },
+    ),
+    "gemma-3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 3, "head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": _plain_rope(1e4),
+            },
+        },
+    ),
     "bloom": ("Bloom", {"n_layer": 2, "n_head": 6, "hidden_size": 48, "tie_word_embeddings": True}),
 }  # fmt: skip
 """Name -> class prefix in transformers, special configuration. LLaMA 3.3 has the configuration of 3.1."""
@@ -137,6 +194,9 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Families with experts. In three of them the first layer has none."""
+
+WITHOUT_CLASS = ("internlm2", "baichuan")
+"""Families whose class is code in their folders: tests/unit/convert/test_without_class.py."""
 OTHERS = {"arcee": ("Arcee", {"rope_parameters": _plain_rope(1e4)})}
 """A family that the project does not know, for tests that register it."""
 
@@ -145,7 +205,12 @@ def spell_as_4(folder: Path) -> None:
     """Write config.json in the spelling of transformers 4, which nearly all published models have."""
     path = folder / "config.json"
     described = json.loads(path.read_text())
-    if rope := described.pop("rope_parameters", None):
+    rope = described.pop("rope_parameters", None)
+    if rope and "full_attention" in rope:
+        if described["model_type"] == "gemma3_text":
+            described["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if rope:
         described["rope_theta"] = rope.pop("rope_theta")
         if (share := rope.pop("partial_rotary_factor", None)) is not None:
             described["partial_rotary_factor"] = share
@@ -170,7 +235,7 @@ def family_model(
 
     prefix, own = {**FAMILIES, **MIXTURES, **OTHERS}[name]
     max_shard_size = changes.pop("max_shard_size", "5GB")
-    known = getattr(transformers, f"{prefix}Config")
+    known = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
     shape = {name: value for name, value in SHAPE.items() if hasattr(known, name)}
     config = known(**{**shape, **own, **changes})
     torch.manual_seed(0)

@@ -22,10 +22,14 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from patch.features.backends import AttentionKernel
 from patch.model.attention.packed_sequences import PackedSequences
 from patch.model.attention.varlen import attend_by_package, attend_varlen, takes_package, takes_varlen
+
+_QUERIES = 512
+"""Tokens whose capped scores are in memory at a time."""
 
 _KERNELS: dict[AttentionKernel, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -41,6 +45,9 @@ class CausalAttention(torch.nn.Module):
     Args:
         config: `kv_channels` sets the default scale 1/sqrt(D), `window_size` the window.
         kernels: in order of preference (`Backends.attention`); () on a CPU.
+        cap: scores s become cap * tanh(s / cap), by flash-attn 2 or from all scores of _QUERIES tokens at a
+            time; no kernel of torch does it.
+        has_window: whether this layer has the window.
     """
 
     pads_values = True
@@ -57,6 +64,8 @@ class CausalAttention(torch.nn.Module):
         attention_type: str,
         kernels: Sequence[AttentionKernel] = (),
         softmax_scale: float | None = None,
+        cap: float | None = None,
+        has_window: bool = True,
         **unused: Any,
     ) -> None:
         super().__init__()
@@ -65,9 +74,10 @@ class CausalAttention(torch.nn.Module):
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.backends = [_KERNELS[kernel] for kernel in kernels if kernel in _KERNELS]
         self._has_package, self._is_package_first = "flash_attn" in kernels, kernels[:1] == ("flash_attn",)
-        if self.backends == [SDPBackend.MATH]:
+        if self.backends == [SDPBackend.MATH] or cap is not None:
             self.may_use_varlen = False
-        self.window = None if config.window_size is None else config.window_size[0] + 1
+        self.cap = cap
+        self.window = config.window_size[0] + 1 if config.window_size and has_window else None
         """Tokens that a token attends to, including itself, or None if it attends to all earlier tokens."""
 
     def forward(
@@ -103,9 +113,9 @@ class CausalAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """[S, B, N or G, D] in, [S, B, N * D] out."""
         is_cut = self.window is not None and self.window < len(query)
-        if packed_seq_params is None and self._takes_package(query, is_first=not is_cut):
+        if packed_seq_params is None and self._takes_package(query, is_first=not is_cut and self.cap is None):
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-            context = attend_by_package(query, key, value, None, scale=self.scale, window=self.window)
+            context = attend_by_package(query, key, value, None, **self._settings, cap=self.cap)
             return context.transpose(0, 1).flatten(2)
         with sdpa_kernel(self.backends, set_priority=True) if self.backends else nullcontext():
             if packed_seq_params is not None:
@@ -122,12 +132,16 @@ class CausalAttention(torch.nn.Module):
         length, rows = query.shape[:2]
         query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
         if self._takes_package(query):
-            context = attend_by_package(query, key, value, packed, scale=self.scale, window=self.window)
+            context = attend_by_package(query, key, value, packed, **self._settings, cap=self.cap)
         elif self._takes_varlen(query):
-            context = attend_varlen(query, key, value, packed, scale=self.scale, window=self.window)
+            context = attend_varlen(query, key, value, packed, **self._settings)
         else:
             context = self._attend_each(query, key, value, packed)
         return context.reshape(rows, length, -1).transpose(0, 1).contiguous()
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {"scale": self.scale, "window": self.window}
 
     def _takes_package(self, query: torch.Tensor, *, is_first: bool = False) -> bool:
         """Return whether flash-attn 2 attends; with `is_first`, only if no other kernel is preferred."""
@@ -149,6 +163,8 @@ class CausalAttention(torch.nn.Module):
 
     def _attend_rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend causally or within the window: [B, N or G, S, D] in, [B, N, S, D] out."""
+        if self.cap is not None:
+            return self._attend_capped(query, key, value)
         if self.window is None or self.window >= query.shape[2]:
             return self._attend(query, key, value, None)
         return self._attend_in_window(query, key, value, self.window)
@@ -165,6 +181,31 @@ class CausalAttention(torch.nn.Module):
             query, key, value, mask, is_causal=mask is None, scale=self.scale,
             enable_gqa=key.shape[1] != query.shape[1],
         )  # fmt: skip
+
+    def _attend_capped(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend as `_attend_rows`; backward computes the scores again, so that none are kept."""
+        outputs, length = [], query.shape[2]
+        for start in range(0, length, _QUERIES):
+            end = min(start + _QUERIES, length)
+            seen = slice(max(0, start - (self.window or length) + 1), end)
+            own = query[:, :, start:end], key[:, :, seen], value[:, :, seen]
+            first = start - seen.start
+            outputs.append(checkpoint(self._from_capped_scores, *own, first, use_reentrant=False))
+        return torch.cat(outputs, dim=2)
+
+    def _from_capped_scores(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        """Attend; the first query is key number `first`."""
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
+        assert self.cap is not None
+        scores = torch.tanh(torch.matmul(query, key.transpose(2, 3)) * (self.scale / self.cap)) * self.cap
+        visible = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril(first)
+        if self.window is not None:
+            visible = visible.triu(first - self.window + 1)
+        scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
+        return torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)
 
     def _attend_in_window(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int

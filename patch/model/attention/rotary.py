@@ -12,6 +12,8 @@ and sines again.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -50,6 +52,46 @@ class RotaryTable(torch.nn.Module):
             numbers = torch.polar(torch.ones_like(angles), angles)
             return torch.stack((numbers.real, numbers.imag)) * self._factor
         return torch.stack((angles.cos(), angles.sin())) * self._factor
+
+
+class _ScaledTable(RotaryTable):
+    """RotaryTable of queries that grow with their position (`llama_4_scaling_beta`)."""
+
+    beta: float
+    length: int
+    """`rope_original_max_position`."""
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """See RotaryTable."""
+        scale = 1 + self.beta * torch.log(1 + torch.floor(positions / self.length))
+        return super().at(positions) * scale[..., None, None]
+
+
+class RotaryTables(torch.nn.ModuleList):
+    """Two tables of the same tokens, stacked on a first axis; `Turns` says which a layer uses."""
+
+    def forward(self, length: int) -> torch.Tensor:
+        """See RotaryTable; [2, 2, S / CP, 1, 1, D / 2]."""
+        return torch.stack([table(length) for table in self])
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """See RotaryTable; [2, 2, s, B, 1, D / 2]."""
+        tables: list[Any] = [*self]
+        return torch.stack([table.at(positions) for table in tables])
+
+
+def rotary_table(model: ModelConfig, zigzag: Zigzag, *, is_polar: bool) -> RotaryTable | RotaryTables:
+    """Return RoPE's table of a model, or two: beside it that of layers with the window, or of queries."""
+    frequencies, factor = inverse_frequencies(model), attention_factor(model)
+    first = RotaryTable(frequencies, factor, zigzag, is_polar=is_polar)
+    if model.rotary_base_local is not None:
+        local = replace(model, use_rope_scaling=False, rotary_base=model.rotary_base_local)
+        return RotaryTables((first, RotaryTable(inverse_frequencies(local), 1.0, zigzag)))
+    if model.llama_4_scaling_beta is not None:
+        of_queries = _ScaledTable(frequencies, factor, zigzag)
+        of_queries.beta, of_queries.length = model.llama_4_scaling_beta, model.rope_original_max_position
+        return RotaryTables((first, of_queries))
+    return first
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:

@@ -7,7 +7,7 @@ needs only attention's q, k and v. The bits are megatron-core's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.attention import Attention, SelfAttention
@@ -15,6 +15,19 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch.autograd.function import once_differentiable
 
 from patch.model.kernels import LayerKernels, layer_kernels
+from patch.model.norm import QueriesRMSNorm
+
+
+class Turns(NamedTuple):
+    """How RoPE rotates the heads of a layer."""
+
+    query: int | None
+    """Which of RoPE's tables rotates the queries, or None if the layer has no RoPE."""
+    key: int | None
+    channels: int
+    """The first channels of a head, which are rotated."""
+    is_interleaved: bool = False
+    """Whether neighboring channels are a pair. Queries and keys then get the order of halves."""
 
 
 class TableAttention(Attention):
@@ -24,7 +37,9 @@ class TableAttention(Attention):
         super().__init__(*arguments, **named)
         self._kernels = layer_kernels(is_fused)
         self._table: torch.Tensor | None = None
-        """[2, S, B or 1, 1, D / 2] during forward, or None; D counts the rotated channels."""
+        """[2, S, B or 1, 1, D / 2] during forward, or None; D counts the rotated channels. Two tables have a
+        first axis for them.
+        """
 
     def forward(
         self, hidden_states: torch.Tensor, *arguments: Any, rotary_pos_emb: torch.Tensor, **named: Any
@@ -38,23 +53,47 @@ class TableAttention(Attention):
 
 
 class RotaryAttention(TableAttention, SelfAttention):
-    """SelfAttention that splits and rotates q and k in one step."""
+    """SelfAttention that splits and rotates q and k, in one step if all channels turn by one table."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, turns: Turns | None = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        head = self.hidden_size_per_attention_head
+        self._turns = Turns(0, 0, head) if turns is None else turns
         self._has_head_norms = not isinstance(self.q_layernorm, IdentityOp | None)
+        self._is_one_step = not self._has_head_norms and self._turns == (0, 0, head, False)
+        for norm in (self.q_layernorm, self.k_layernorm):
+            if isinstance(norm, QueriesRMSNorm):
+                norm.group = self.pg_collection.tp
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *arguments: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated q [S, B, N, D], rotated k and v [S, B, G, D] from hidden states [S, B, H]."""
         assert self._table is not None, "called by forward only"
-        if self._has_head_norms:  # the norms are between split and rotation
-            query, key, value = super().get_query_key_value_tensors(hidden_states)
-            query, key = (ApplyRotary.apply(heads, self._table, self._kernels) for heads in (query, key))
-            return query, key, value
-        mixed, _ = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
-        return _SplitAndApplyRotary.apply(mixed, self._table, self._kernels)
+        table = self._table
+        mixed, sizes = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
+        if self._is_one_step:
+            return _SplitAndApplyRotary.apply(mixed, table if table.ndim == 5 else table[0], self._kernels)
+        # Views would keep the merged product in memory until backward.
+        query, key, value = (part.contiguous() for part in mixed.split(sizes, dim=-1))
+        query = query.unflatten(-1, (-1, value.shape[-1])).flatten(2, 3)
+        if self._has_head_norms:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        query, key = (
+            self._rotated(heads, None if number is None else table if table.ndim == 5 else table[number])
+            for heads, number in ((query, self._turns.query), (key, self._turns.key))
+        )
+        return query, key, value
+
+    def _rotated(self, heads: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+        """Rotate heads [S, B, heads, D] by a table, or not without one."""
+        if table is None:
+            return heads
+        turned, rest = heads[..., : self._turns.channels], heads[..., self._turns.channels :]
+        if self._turns.is_interleaved:
+            turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        turned = ApplyRotary.apply(turned, table, self._kernels)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 class ApplyRotary(torch.autograd.Function):

@@ -85,6 +85,7 @@ def attend_by_package(
     *,
     scale: float,
     window: int | None,
+    cap: float | None,
 ) -> torch.Tensor:
     """Attend causally by flash-attn 2, in each row or in each packed sequence; shaped as the query.
 
@@ -92,11 +93,13 @@ def attend_by_package(
         query: [B, S, N, D], or [T, N, D] with packed sequences, for which `takes_package` holds.
         key, value: the same with G heads, G dividing N.
         window: tokens that a token attends to, including itself, or None for all earlier tokens.
+        cap: see CausalAttention.
     """
     import flash_attn
 
     arguments: dict[str, Any] = {
         "softmax_scale": scale,
+        "softcap": cap or 0.0,
         "causal": True,
         "window_size": (-1 if window is None else window - 1, 0),
         "deterministic": torch.are_deterministic_algorithms_enabled(),

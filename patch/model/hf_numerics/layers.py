@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from patch.families import ModelConfig, expert_layers, traits_of
+from patch.families import ModelConfig, expert_layers, is_llama_like, traits_of
 from patch.model.attention.alibi import slopes
 from patch.model.attention.core_attention import CausalAttention
 from patch.model.linear import NO_COLLECTIVES, Product, TPCollectives
@@ -41,7 +41,7 @@ def sources_of(model: ModelConfig) -> tuple[str, ...]:
     """Return the operations of a model that have a form in Hugging Face's order; empty for other models."""
     if traits_of(model).is_bloom_like:
         return _OF_BLOOM
-    if not traits_of(model).is_llama_like:
+    if not is_llama_like(model):
         return ()
     sources = _OF_LATENTS if model.is_latent else SOURCES
     return (*sources, "experts") if expert_layers(model) else sources

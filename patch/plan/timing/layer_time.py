@@ -16,7 +16,7 @@ from patch.families import attended_channels, layer_matrices, widths
 from patch.families.adapters import adapters_of
 from patch.features.backends import can_overlap_tp_comm
 from patch.plan.activations import boundary_bytes, dispatch_of, kept_bytes
-from patch.plan.flops import attended_pairs
+from patch.plan.flops import mean_pairs
 from patch.plan.parameters import element_bytes, fuses_gradients, trained_share
 from patch.plan.timing import communication as links
 from patch.plan.timing.machine import Machine
@@ -226,7 +226,7 @@ class _Products:
 def _attention(config: RunConfig, machine: Machine) -> float:
     model, parallel, training = config.model, config.parallel, config.training
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
-    pairs = attended_pairs([config.sample_length], model.window_size) / parallel.context_parallel_size
+    pairs = mean_pairs([config.sample_length], model) / parallel.context_parallel_size
     flops = 4 * heads * attended_channels(model) * pairs * training.micro_batch_size
     precision: Precision = "fp32" if training.precision == "fp32" else "bf16"
     is_ring = parallel.cp_comm_type == "p2p"

@@ -21,6 +21,7 @@ from upstream_models import upstream_stage
 
 from patch.compat.cpu import replace_torch
 from patch.convert import ConversionError, hf_to_mcore, import_hf, mcore_to_hf, offline
+from patch.families import traits_of
 
 SHARDED = ("qwen-2", *MIXTURES)
 """In several files."""
@@ -105,7 +106,8 @@ def _load(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         groups, (ours,) = build_stages(config)
         import_hf([ours.eval()], root / name, config.model, groups)
         found[name] = {length: ours(_prompt(length), None, None)[..., :250].numpy() for length in LENGTHS}
-        if name in FAMILIES and name != "bloom":  # whose norm of the embedding upstream has not
+        traits = traits_of(config.model)
+        if name in FAMILIES and traits.is_llama_like:  # upstream has no other norms
             found[f"{name} by upstream"] = _load_upstream(root / f"{name}-mcore", config, groups)
         if name == "bloom":
             found["norms"] = _import_with_fused_norms(ours, root / name, config.model, groups)

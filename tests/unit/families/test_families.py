@@ -7,6 +7,7 @@ import hf_families
 import pytest
 import torch
 import transformers
+from hf_families import WITHOUT_CLASS
 from safetensors import safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -29,21 +30,28 @@ def _hf_model(model_type: str):
         return transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](num_hidden_layers=2))
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [each for each in FAMILIES if each not in WITHOUT_CLASS])
 def test_class_and_traits_are_those_of_transformers(model_type):
     assert FAMILIES[model_type].architecture == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     traits, theirs = FAMILIES[model_type].traits, _hf_model(model_type)
     body = theirs.base_model
     layer = (body.h if model_type == "bloom" else body.layers)[0]
     of_layer = dict(layer.named_modules())
-    assert type(layer.input_layernorm).__name__.endswith(traits.normalization)
-    assert getattr(theirs.config, "hidden_act", None) in (traits.activation, None)
-    has_gate = "mlp.up_proj" in of_layer or "mlp.experts" in of_layer
+    assert type(layer.post_attention_layernorm).__name__.endswith(traits.normalization)
+    norms = [name for name in of_layer if name.endswith("layernorm") and "." not in name]
+    assert len(norms) == (4 if traits.norm_placement == "both" else 2)
+    assert ("input_layernorm" in norms) == (traits.norm_placement != "behind")
+    assert getattr(theirs.config, FAMILIES[model_type].activation_key, None) in (traits.activation, None)
+    has_gate = not {"mlp.up_proj", "mlp.gate_up_proj", "mlp.experts"}.isdisjoint(of_layer)
     assert has_gate == traits.gated_linear_unit
     assert ("self_attn.q_norm" in of_layer) == traits.qk_layernorm
+    if traits.qk_layernorm:
+        width = of_layer["self_attn.q_norm"].weight.numel()
+        assert (width > layer.self_attn.head_dim) == (traits.qk_norm_of == "all heads")
     linear = {name.split(".")[-1]: each for name, each in of_layer.items() if hasattr(each, "in_features")}
     with_bias = {name for name, each in linear.items() if each.bias is not None}
-    of_qkv = {"q_proj", "k_proj", "v_proj"} if traits.add_qkv_bias else set()
+    has_bias = traits.add_qkv_bias or ("add_qkv_bias" in FAMILIES[model_type].flags)  # the class's default
+    of_qkv = {"q_proj", "k_proj", "v_proj"} if has_bias else set()
     assert with_bias == (set(linear) if traits.add_bias_linear else of_qkv)
     assert hasattr(body, "rotary_emb") == traits.has_rope
     assert hasattr(body, "word_embeddings_layernorm") == traits.embedding_norm
@@ -64,9 +72,11 @@ def test_weights_have_the_names_and_shapes_of_transformers_and_give_the_family(t
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert ours == {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     assert family_of(model) is FAMILIES[theirs.model_type]
-    # Without a window a Mistral is a LLaMA; that layers are BLOOM's nothing but its name says.
-    first = "llama" if name in ("mistral-nemo", "bloom") else theirs.model_type
-    assert family_of(dataclasses.replace(model, model_type=None)) is FAMILIES[first]
+    # Without a window a Mistral is a LLaMA, with it Phi-3 is a Mistral; that layers are BLOOM's, or have
+    # other norms, nothing but their family's name says.
+    first = {"mistral-nemo": "llama", "bloom": "llama", "phi-3": "mistral"}.get(name, theirs.model_type)
+    if FAMILIES[first].traits.is_llama_like:
+        assert family_of(dataclasses.replace(model, model_type=None)) is FAMILIES[first]
 
 
 

@@ -97,6 +97,16 @@ LAYERS: dict[str, dict[str, Any]] = {
     "bloom, bf16, one sample": BLOOM | HEADS,
     "chunks": IN_CHUNKS | {"max_padding_length": 64, "seq_length": 64},
     "chunks, bf16, one sample": IN_CHUNKS | HEADS,
+    **{
+        name + kind: changes | {"use_rope_scaling": False} | own
+        for kind, changes in (("", {"max_padding_length": 64, "seq_length": 64}), (", bf16", HEADS))
+        for name, own in {
+            "norms behind": {"model_type": "olmo2", "qk_layernorm": True},
+            "part of RoPE": {"model_type": "glm4", "rotary_percent": 0.5},
+            "no RoPE": {"no_rope_freq": "1", "residual_multiplier": 0.5},
+            "capped": {"model_type": "gemma3_text", "qk_layernorm": True, "attn_logit_softcapping": 2.0},
+        }.items()
+    },
     "latents": LATENTS | {"max_padding_length": 64, "seq_length": 64},
     "latents, bf16, one sample": LATENTS | HEADS | {"num_query_groups": 8},
     **WITH_EXPERTS,
@@ -281,7 +291,8 @@ def test_selective_saves_much_and_does_no_product_again(alone: dict, case: str) 
 @pytest.mark.parametrize("case", LAYERS)
 def test_the_plan_says_what_a_layer_holds(alone: dict, case: str) -> None:
     for measured in alone["layers"][case].values():
-        assert measured["planned"] == pytest.approx(measured["bytes"], rel=0.005)
+        few = 0.01 if "capped" in case else 0.005  # 1 + weight of norms, beside 64 tokens
+        assert measured["planned"] == pytest.approx(measured["bytes"], rel=few)
 
 
 @pytest.mark.parametrize("name", OFFLOADED)

@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as eager_capped
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from patch.model import PackedSequences
@@ -29,12 +30,17 @@ def _seen(length: int, window: int | None) -> torch.Tensor:
     return rule(0, 0, rows, columns)
 
 
-def _eager(inputs: list[torch.Tensor], window: int | None, scale: float) -> torch.Tensor:
+def _eager(
+    inputs: list[torch.Tensor], window: int | None, scale: float, cap: float | None = None
+) -> torch.Tensor:
     """transformers' attention of [S, B, heads, D]; [S, B, N * D] out."""
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
     module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], training=False)
     mask = torch.zeros(query.shape[2], query.shape[2]).masked_fill(~_seen(query.shape[2], window), -torch.inf)
-    context, _ = eager_attention_forward(module, query, key, value, mask, scaling=scale)
+    if cap is None:
+        context, _ = eager_attention_forward(module, query, key, value, mask, scaling=scale)
+    else:
+        context, _ = eager_capped(module, query, key, value, mask, scaling=scale, softcap=cap)
     return context.transpose(0, 1).flatten(2)
 
 
@@ -125,12 +131,12 @@ def flash_attn_func(
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """flash-attn 2.8.3's function of [B, S, heads, D] over transformers' attention, forward only."""
-    assert causal and not dropout_p and not softcap and alibi_slopes is None and not return_attn_probs
+    assert causal and not dropout_p and alibi_slopes is None and not return_attn_probs
     assert deterministic == torch.are_deterministic_algorithms_enabled()
     left, right = window_size
     assert right in (-1, 0)
     rows_second = [tensor.transpose(0, 1).float() for tensor in (q, k, v)]
-    context = _eager(rows_second, None if left == -1 else left + 1, softmax_scale)
+    context = _eager(rows_second, None if left == -1 else left + 1, softmax_scale, softcap or None)
     return context.transpose(0, 1).unflatten(2, (q.shape[2], -1)).to(q.dtype)
 
 
@@ -150,7 +156,8 @@ def flash_attn_varlen_func(
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_the_package_flash_attn_attends_as_torch_does(monkeypatch, window, is_packed) -> None:
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_the_package_flash_attn_attends_as_torch_does(monkeypatch, window, is_packed, cap) -> None:
     """A stand-in has the signatures of the package's source; the package itself has never run here."""
     calls = []
     package = ModuleType("flash_attn")
@@ -170,7 +177,7 @@ def test_the_package_flash_attn_attends_as_torch_does(monkeypatch, window, is_pa
     for kernels in (("flash_attn", "flash"), ()):
         attention = CausalAttention(
             config=SimpleNamespace(kv_channels=16, window_size=window and (window - 1, 0)), layer_number=1,
-            attn_mask_type=AttnMaskType.causal, attention_type="self", kernels=kernels,
+            attn_mask_type=AttnMaskType.causal, attention_type="self", kernels=kernels, cap=cap,
         )  # fmt: skip
         context = attention(*inputs, None, packed_seq_params=packed)
         found.append([context, *torch.autograd.grad(context.float().square().sum(), inputs)])

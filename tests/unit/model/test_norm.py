@@ -18,7 +18,8 @@ BF16_BOUND = 2.0**-7
 
 def _config(dtype: torch.dtype = torch.float32, tp: int = 1, is_sp: bool = False) -> Any:
     sizes = {"sequence_parallel": is_sp, "tensor_model_parallel_size": tp}
-    return SimpleNamespace(use_cpu_initialization=True, params_dtype=dtype, **sizes)
+    of_llama = {"use_cpu_initialization": True, "layernorm_zero_centered_gamma": False}
+    return SimpleNamespace(**of_llama, params_dtype=dtype, **sizes)
 
 
 def _pair(ours: type, theirs: type, size: int, eps: float, dtype: torch.dtype = torch.float32) -> tuple:

@@ -51,6 +51,9 @@ BESIDE_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", EAGER),
     "shared experts, bf16": ("qwen-2-moe", SDPA | BF16 | {"lora_target_modules": "*.shared_expert.*"}),
     "latents": ("deepseek-v2", SDPA | {"lora_target_modules": "*.self_attn.*"}),
+    "joined tensors": ("phi-3", {}),
+    "norms behind": ("olmo-2", {}),
+    "two norms": ("glm-4", {}),
     "4 bits": ("wide", NF4),
     "4 bits in host memory": ("wide", NF4 | ON_HOST),
 }
@@ -115,7 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("wide", "dense"):
         hf_llama(small_run(**WIDE), folder / name)
     save_file(dequantised(folder / "wide"), folder / "dense" / "model.safetensors", {"format": "pt"})
-    for name in ("bloom", "qwen-2-moe", "deepseek-v2"):
+    for name in ("bloom", "qwen-2-moe", "deepseek-v2", "phi-3", "olmo-2", "glm-4"):
         family_model(name, folder / name)
     return folder
 

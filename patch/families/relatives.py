@@ -1,0 +1,244 @@
+"""Dense families with parts that LLaMA lacks: norms behind, windows and RoPE by layer, factors, caps.
+
+Their numbers are read from config.json. Sources: each family's class in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from patch.families.config_json import ConfigReader
+from patch.families.experts import rows_named
+from patch.families.family import Family, window_length
+from patch.families.layers import layers_with_rope, skipped_text
+from patch.families.shape import UNUSED_ROTARY_BASE, ModelConfig, Traits
+from patch.families.weights import Kind, WeightRow, rows_joined
+
+
+class _SmolLM3(Family):
+    def read_config(self, config: ConfigReader) -> dict[str, Any]:
+        """Every Nth layer has no RoPE, or those with 0 in `no_rope_layers`."""
+        fields, marks = super().read_config(config), config.values.get("no_rope_layers")
+        number = fields["num_layers"]
+        step = config.integer("no_rope_layer_interval", 4)
+        if marks is None and step < 1:
+            config.refuse("no_rope_layer_interval", step, "at least 1")
+        if marks is None:
+            marks = [int((n + 1) % step != 0) for n in range(number)]
+        if not isinstance(marks, list) or len(marks) != number or not {*marks} <= {0, 1}:
+            config.refuse("no_rope_layers", marks, f"0 or 1 for each of {number} layers")
+        without = [n for n, mark in enumerate(marks) if not mark]
+        return {**fields, "no_rope_freq": skipped_text(without, without, number)}
+
+
+def _rope_marks(model: ModelConfig) -> dict[str, Any]:
+    with_rope = layers_with_rope(model)
+    return {"no_rope_layers": [int(n in with_rope) for n in range(model.num_layers)]}
+
+
+SMOLLM3 = _SmolLM3(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    traits=Traits(),
+    own_fields=frozenset({"no_rope_freq"}),
+    type_keys=_rope_marks,
+)
+
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    traits=Traits(norm_placement="behind", qk_layernorm=True, qk_norm_of="all heads"),
+    type_keys=lambda model: {"attention_bias": False},
+)
+
+OLMO3 = Family(
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    traits=OLMO2.traits,
+    slides=lambda config: True,
+    full_every=4,
+    own_fields=frozenset({"window_attn_skip_freq", "rotary_base_local"}),
+    type_keys=lambda model: {"attention_bias": False, "rope_parameters": {}},
+)
+"""Layers with the window have RoPE without scaling."""
+
+_FACTORS = {
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_scaling": "logits_scaling",
+    "softmax_scale": "attention_multiplier",
+}
+
+GRANITE = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    traits=Traits(),
+    own_fields=_FACTORS.keys(),
+    numbers=_FACTORS,
+    type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
+)
+
+MINISTRAL3 = Family(
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    traits=Traits(),
+    slides=lambda config: True,
+    own_fields=frozenset({"llama_4_scaling_beta"}),
+    type_keys=lambda model: {"sliding_window": window_length(model), "rope_parameters": {}},
+)
+
+
+class _Glm4(Family):
+    def read_config(self, config: ConfigReader) -> dict[str, Any]:
+        """Only the first models have biases on queries, keys and values."""
+        return {**super().read_config(config), "add_qkv_bias": config.boolean("attention_bias", True)}
+
+
+_GLM4_NAMES = {
+    ".pre_feedforward_layernorm": ".post_attention_layernorm",
+    ".post_attention_layernorm": ".post_self_attn_layernorm",
+    ".post_feedforward_layernorm": ".post_mlp_layernorm",
+}
+GLM4 = _Glm4(
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    traits=Traits(norm_placement="both", rotary_interleaved=True),
+    flags=frozenset({"add_qkv_bias"}),
+    own_fields=frozenset({"rotary_percent"}),
+    defaults={"partial_rotary_factor": 0.5},
+    type_keys=lambda model: {"attention_bias": model.add_qkv_bias},
+    rows=partial(rows_named, _GLM4_NAMES, joined={"gate_up_proj": "gate_proj"}),
+)
+
+PHI3 = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    traits=Traits(),
+    slides=lambda config: True,
+    own_fields=frozenset({"rotary_percent"}),
+    type_keys=lambda model: {"sliding_window": window_length(model)},
+    rows=partial(rows_joined, {"qkv_proj": "q_proj", "gate_up_proj": "gate_proj"}),
+)
+"""Phi-3 and Phi-4 up to 4 Ki and 16 Ki tokens; LongRoPE is refused."""
+
+_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gemma(Family):
+    activation_key: str = "hidden_activation"
+
+    def read_config(self, config: ConfigReader) -> dict[str, Any]:
+        """Embeddings get the root of the width; scores the inverse root of `query_pre_attn_scalar`."""
+        fields, scalar = super().read_config(config), config.number("query_pre_attn_scalar")
+        if scalar <= 0:
+            config.refuse("query_pre_attn_scalar", scalar, "more than 0")
+        of_embedding = fields["hidden_size"] ** 0.5
+        return {**fields, "embedding_multiplier": of_embedding, "softmax_scale": scalar**-0.5}
+
+    def computes(self, model: ModelConfig) -> bool:
+        """The class has one factor of embeddings."""
+        return super().computes(model) and model.embedding_multiplier == model.hidden_size**0.5
+
+    def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
+        super().write_shape(described, model, fields)
+        if "softmax_scale" in fields:
+            scale = model.softmax_scale or model.kv_channels**-0.5
+            described["query_pre_attn_scalar"] = round(scale**-2, 6)
+            if described["query_pre_attn_scalar"] % 1 == 0:
+                described["query_pre_attn_scalar"] = int(described["query_pre_attn_scalar"])
+
+
+_OF_GEMMA = {*_CAP, "window_attn_skip_freq", "softmax_scale", "embedding_multiplier"}
+_GEMMA_TRAITS = Traits(
+    activation="gelu_pytorch_tanh", norm_placement="both", layernorm_zero_centered_gamma=True
+)
+GEMMA2 = _Gemma(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    traits=_GEMMA_TRAITS,
+    slides=lambda config: True,
+    full_every=2,
+    own_fields=_OF_GEMMA | {"attn_logit_softcapping"},
+    numbers=_CAP | {"attn_logit_softcapping": "attn_logit_softcapping"},
+    type_keys=lambda model: {"attention_bias": False},
+)
+
+GEMMA3 = _Gemma(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    traits=replace(_GEMMA_TRAITS, qk_layernorm=True),
+    slides=lambda config: True,
+    full_every=6,
+    own_fields=_OF_GEMMA | {"rotary_base_local"},
+    numbers=_CAP,
+    local_base_key="rope_local_base_freq",
+    type_keys=lambda model: {"attention_bias": False, "rope_parameters": {}},
+)
+"""The text models; layers with the window have their own RoPE base."""
+
+_INTERNLM2_NAMES = {
+    "model.embed_tokens.": "model.tok_embeddings.",
+    "lm_head.": "output.",
+    ".self_attn.o_proj.": ".attention.wo.",
+    ".self_attn.": ".attention.",
+    ".mlp.gate_proj.": ".feed_forward.w1.",
+    ".mlp.up_proj.": ".feed_forward.w3.",
+    ".mlp.down_proj.": ".feed_forward.w2.",
+    ".input_layernorm.": ".attention_norm.",
+    ".post_attention_layernorm.": ".ffn_norm.",
+}
+
+
+def _internlm2_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
+    """Return the table; wqkv has megatron-core's order, group by group."""
+    rows = rows_named(_INTERNLM2_NAMES, model, traits, joined={"wqkv": "q_proj"})
+    cut = Kind.COLUMN_PARALLEL
+    return tuple(row._replace(kind=cut) if row.kind is Kind.JOINED_QKV else row for row in rows)
+
+
+INTERNLM2 = Family(
+    model_type="internlm2",
+    architecture="InternLM2ForCausalLM",
+    traits=Traits(),
+    type_keys=lambda model: {"bias": False},
+    rows=_internlm2_rows,
+)
+"""InternLM 2 and 2.5. transformers has no such class: its folders have code, which is not run here."""
+
+_BAICHUAN2_WORDS = 125696
+"""Baichuan 2's vocabulary, the only mark of its output layer, which normalizes its weight."""
+
+
+class _Baichuan(Family):
+    def read_config(self, config: ConfigReader) -> dict[str, Any]:
+        """Only models with RoPE have `max_position_embeddings`; the others have ALiBi."""
+        has_rope = "max_position_embeddings" in config.values
+        longest = config.integer("max_position_embeddings" if has_rope else "model_max_length", 4096)
+        values = {**config.values, "max_position_embeddings": longest}
+        fields = super().read_config(ConfigReader(config.file, values))
+        if fields["vocab_size"] == _BAICHUAN2_WORDS:
+            expected = "Baichuan 1: Baichuan 2's output layer, which normalizes its weight, is not supported"
+            config.refuse("vocab_size", _BAICHUAN2_WORDS, expected)
+        alibi = {"position_embedding_type": "alibi", "rotary_base": UNUSED_ROTARY_BASE}
+        return fields if has_rope else {**fields, **alibi}
+
+    def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
+        super().write_shape(described, model, fields)
+        if model.position_embedding_type == "alibi":
+            for key in ("max_position_embeddings", "rope_theta", "rope_scaling"):
+                described.pop(key, None)
+            described["model_max_length"] = model.max_position_embeddings
+
+
+BAICHUAN = _Baichuan(
+    model_type="baichuan",
+    architecture="BaichuanForCausalLM",
+    traits=Traits(),
+    flags=frozenset({"position_embedding_type"}),
+    rows=partial(rows_joined, {"W_pack": "q_proj"}),
+)
+"""Baichuan 1, with code in its folders as InternLM 2; 13B has ALiBi."""
