@@ -301,6 +301,16 @@ class ChunkManager:
             finally:
                 self._settle(self._copier)
 
+    def stream(self, chunk: StateChunk, *, is_streamed: bool) -> None:
+        """Let the device or the host update a chunk in host memory, which must not be being updated.
+
+        Raises:
+            MemoryError: the system cannot pin so much memory; the states have not moved.
+        """
+        assert self._copier is not None and chunk.is_on_host, "only chunks in host memory are streamed"
+        chunk.is_streamed = is_streamed
+        chunk.reset_device(self._host_memory(chunk), self._copier, is_host=True)
+
     def _settle(self, copier: StagedCopier) -> None:
         for chunk, memory in self._host_memories() if self._disk is not None else ():
             if chunk.is_on_disk != (memory is self._disk):

@@ -117,8 +117,7 @@ class HybridAdam:
         if torch.uint8 in self.dtypes.values():  # a chunk ends at the end of a block
             chunk_size = -(-chunk_size // MOMENT_BLOCK) * MOMENT_BLOCK
         self.manager = ChunkManager(chunk_size, allocator, copier, *places)
-        streamed = offload.streamed if offload else 0.0
-        self._chunks_of = self._register(shards, are_moved=offload is not None, streamed=streamed)
+        self._chunks_of = self._register(shards, are_moved=offload is not None)
         self.host_updates, self.disk_updates, self.streamed_updates = self._build_updates(offload)
         """Updates by the host of chunks in its memory and of chunks on disk, and by the device of chunks in
         host memory. None if there are none."""
@@ -141,9 +140,7 @@ class HybridAdam:
         """Return the names and dtypes of the states of parameters of some dtype, or of Muon's matrices."""
         return state_dtypes(self._config, param_dtype, orthogonalizes)
 
-    def _register(
-        self, shards: Sequence[BucketShard], *, are_moved: bool, streamed: float
-    ) -> list[list[StateChunk]]:
+    def _register(self, shards: Sequence[BucketShard], *, are_moved: bool) -> list[list[StateChunk]]:
         for index, shard in enumerate(shards):
             for range_ in shard.ranges:
                 # Only updates during backward need separate chunks.
@@ -155,9 +152,6 @@ class HybridAdam:
         chunks_of: list[list[StateChunk]] = [[] for _ in shards]
         for chunk in self.manager.chunks:
             chunk.stays_on_host = any(shards[range_.shard].is_on_host for range_ in chunk.ranges)
-            # Evenly spread, so that device and host both begin with parameters that are needed early.
-            before, after = (int(streamed * (chunk.index + n)) for n in (0, 1))
-            chunk.is_streamed = before < after and not chunk.stays_on_host
             for index in sorted({range_.shard for range_ in chunk.ranges}):
                 chunks_of[index].append(chunk)
         return chunks_of
@@ -175,7 +169,7 @@ class HybridAdam:
         updated = {name: dtype for name, dtype in self.dtypes.items() if name != MOMENTUM}
         common = self.shards, updated, size
         streamed, disk = None, None
-        if offload.streamed:
+        if offload.streamed != 0:
             streamed = StreamedUpdates(*common, offload.streams or offload.device, self._kernel)
         if offload.disk is not None:
             spare_bytes //= 2
@@ -272,6 +266,9 @@ class HybridAdam:
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count)
         for updates in self._all_updates:
             updates.start_updates(self._chunks_of_updates(updates)[::-1], self._scalars)
+        share, host, streamed = self.placement.streamed_share, self.host_updates, self.streamed_updates
+        if share and host and streamed and streamed.late:
+            share.steps.append((host.late, streamed.late))
 
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:

@@ -21,11 +21,12 @@ from patch.optimizer.kernels import AdamKernel, Scalars, UpdateItem
 from patch.optimizer.kernels.low_bit_moments import elements_of
 from patch.optimizer.states.chunk import BucketShard, Chunk, StateChunk
 from patch.optimizer.states.host_update import adam_states
+from patch.optimizer.states.placement import LateUpdates
 
 
 class _Buffer:
-    def __init__(self, states: dict[str, Chunk]) -> None:
-        self.states = states
+    def __init__(self) -> None:
+        self.states: dict[str, Chunk] = {}
         self.copied_back: Event | None = None
 
 
@@ -54,6 +55,9 @@ class StreamedUpdates:
         """The end of each chunk's update in the last step."""
         self._last: Event | None = None
         """The end of all copies back that have begun."""
+        self.late: LateUpdates | None = LateUpdates()
+        """The updates of the last complete step, or None if the device had not told their end in time."""
+        self._norm_known: Event | None = None
 
     def resize_buffers(self, num_chunks: int) -> None:
         """Allocate or free buffers for `num_chunks` streamed chunks; call it between two steps.
@@ -68,11 +72,9 @@ class StreamedUpdates:
             for chunk in buffer.states.values():
                 chunk.memory.free(chunk.data)
         while len(self._buffers) < min(num_chunks, NUM_STREAMED):
-            states = {
-                name: Chunk(self._size // elements_of(name), self._device, dtype)
-                for name, dtype in self._dtypes.items()
-            }
-            self._buffers.append(_Buffer(states))
+            self._buffers.append(_Buffer())  # at once, so that memory may run out below
+            for name, dtype in self._dtypes.items():
+                self._buffers[-1].states[name] = Chunk(self._size // elements_of(name), self._device, dtype)
 
     def start_step(self, expected: Sequence[Scalars]) -> None:
         """Do nothing: updates begin with `start_updates`."""
@@ -85,8 +87,13 @@ class StreamedUpdates:
 
     def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[Scalars]) -> None:
         """Queue the updates of all streamed chunks, in the order in which their parameters are needed."""
+        self.late = LateUpdates()
+        if self._norm_known and self._last and self._updated:
+            self.late, numel = None, sum(chunk.numel for chunk in self._updated)
+            if self._last.query():
+                self.late = LateUpdates(self._norm_known.elapsed_time(self._last) / 1e3, numel)
         self._updated = {}
-        final = self._device.record_event()
+        final = self._norm_known = self._device.record_event()
         for number, chunk in enumerate(chunks):
             buffer = self._buffers[number % len(self._buffers)]
             self._update(chunk, buffer, scalars, final)
