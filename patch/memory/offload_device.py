@@ -142,9 +142,6 @@ class Event(Protocol):
     def wait(self) -> None:
         """Make the current stream wait for the point; the calling thread does not block."""
 
-    def query(self) -> bool:
-        """Return whether the stream has reached the point."""
-
     def elapsed_time(self, end: Any) -> float:
         """Return the milliseconds from this point to `end`, another event of the device, after both."""
 

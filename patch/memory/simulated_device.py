@@ -31,10 +31,6 @@ class _FinishedEvent:
     def wait(self) -> None:
         """Do nothing: the work has ended."""
 
-    def query(self) -> bool:
-        """Return True: the work has ended."""
-        return True
-
     def elapsed_time(self, end: Any) -> float:
         """Return the milliseconds from this event to `end`."""
         return 1e3 * (end.time - self.time)

@@ -26,6 +26,7 @@ from patch.memory import (
 from patch.optimizer.kernels import AdamKernel, AdamScalars, Scalars, SgdScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.low_bit_moments import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.kernels.spec import PreparedUpdate
 from patch.optimizer.param_groups import ParamGroup, group_rates
 from patch.optimizer.states.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.states.disk_update import DiskUpdates
@@ -128,6 +129,8 @@ class HybridAdam:
         self.placement.before_move.append(self.cancel_step)
         self.manager.allocate(self.state_dtypes)
         self._scalars: list[Scalars] | None = None
+        self._prepared: dict[tuple[int, ...], PreparedUpdate] = {}
+        """The updates of shards whose states are on the device, made again when chunks have moved."""
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
         self._reductions: dict[StateChunk, list[Joinable]] = {}
@@ -177,6 +180,7 @@ class HybridAdam:
         return HostUpdates(*common, offload.device, spare_bytes), disk, streamed
 
     def _resize_host_buffers(self) -> None:
+        self._prepared.clear()
         for updates in self._all_updates:
             updates.resize_buffers(len(self._chunks_of_updates(updates)))
 
@@ -267,28 +271,33 @@ class HybridAdam:
         for updates in self._all_updates:
             updates.start_updates(self._chunks_of_updates(updates)[::-1], self._scalars)
         share, host, streamed = self.placement.streamed_share, self.host_updates, self.streamed_updates
-        if share and host and streamed and streamed.late:
+        if share and host and streamed:
             share.steps.append((host.late, streamed.late))
 
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
         """Update the elements of some shards whose states are on the device; call `start_update` before."""
         assert self._scalars is not None, "call start_update first"
-        wanted = set(indices)
-        chunks = dict.fromkeys(chunk for index in indices for chunk in self._chunks_of[index])
-        items = []
-        for chunk in chunks:
+        key = tuple(indices)
+        if key not in self._prepared:
+            self._prepared[key] = self._prepare(indices, self._scalars)
+        with region("update of buckets %s", key):
+            self._prepared[key](self._scalars)
+
+    def _prepare(self, indices: Sequence[int], scalars: Sequence[Scalars]) -> PreparedUpdate:
+        wanted, groups, items = set(indices), [], []
+        for chunk in dict.fromkeys(chunk for index in indices for chunk in self._chunks_of[index]):
             if chunk.is_on_host:
                 continue
             chunk.wait_for_transfer()
             for r in chunk.ranges:
-                if r.shard not in wanted:
-                    continue
-                shard = self.shards[r.shard]
-                states = adam_states(chunk.states, r.in_chunk, shard.param[r.in_shard])
-                items.append(UpdateItem(shard.grad[r.in_shard], states, self._scalars[r.group], None, r.draw))
-        with region("update of buckets %s", list(indices)):
-            self._kernel.update(items)
+                if r.shard in wanted:
+                    shard = self.shards[r.shard]
+                    states = adam_states(chunk.states, r.in_chunk, shard.param[r.in_shard])
+                    own = scalars[r.group]
+                    items.append(UpdateItem(shard.grad[r.in_shard], states, own, None, r.draw))
+                    groups.append(r.group)
+        return self._kernel.prepare(items, groups)
 
     def wait_for_update(self, index: int, *, block: bool) -> bool:
         """Make the current stream wait for the new parameters of shard `index`.

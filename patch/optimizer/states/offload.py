@@ -129,9 +129,7 @@ class Placement:
         done = []
         for move in sorted(moves, key=lambda move: not move.to_host):  # evictions first: they free memory
             try:
-                if move.is_streamed is not None:
-                    self._manager.stream(move.chunk, is_streamed=move.is_streamed)
-                self._manager.move(move.chunk, to_host=move.to_host)
+                self._manager.move(move.chunk, to_host=move.to_host, is_streamed=move.is_streamed)
             except torch.OutOfMemoryError:  # enough bytes are free, but not contiguous
                 if isinstance(self._offload.policy, AutoPlacementPolicy):
                     self._offload.policy.back_off()

@@ -55,8 +55,8 @@ class StreamedUpdates:
         """The end of each chunk's update in the last step."""
         self._last: Event | None = None
         """The end of all copies back that have begun."""
-        self.late: LateUpdates | None = LateUpdates()
-        """The updates of the last complete step, or None if the device had not told their end in time."""
+        self.late = LateUpdates()
+        """The updates of the last complete step."""
         self._norm_known: Event | None = None
 
     def resize_buffers(self, num_chunks: int) -> None:
@@ -89,9 +89,9 @@ class StreamedUpdates:
         """Queue the updates of all streamed chunks, in the order in which their parameters are needed."""
         self.late = LateUpdates()
         if self._norm_known and self._last and self._updated:
-            self.late, numel = None, sum(chunk.numel for chunk in self._updated)
-            if self._last.query():
-                self.late = LateUpdates(self._norm_known.elapsed_time(self._last) / 1e3, numel)
+            self._last.synchronize()  # a whole forward and backward ago, so it has ended
+            seconds = self._norm_known.elapsed_time(self._last) / 1e3
+            self.late = LateUpdates(seconds, sum(chunk.numel for chunk in self._updated))
         self._updated = {}
         final = self._norm_known = self._device.record_event()
         for number, chunk in enumerate(chunks):

@@ -236,7 +236,6 @@ def streamed_after(
             a.adam.placement.apply()
             found.append(sum(chunk.is_streamed for chunk in a.adam.manager.chunks))
             a.backward(is_reduced=False)
-            streams._d2h_stream.synchronize()
             a.step(0.5)
         return found, a.weight.tolist()
 
