@@ -129,6 +129,8 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
     for index, step in enumerate(steps):
         optimizer.placement.apply()
         model.is_short = index % 3 == 1
+        if index == 4:  # as a resume does, where chunks may be in other places
+            optimizer.load_state_dict(resumed)
         if index == 5:
             with optimizer.full_weights():
                 model.first.load_state_dict(other.first.state_dict())
@@ -147,6 +149,7 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
             with torch.no_grad():
                 losses.append(model(step[0]))
         if index == 3:
+            resumed = optimizer.state_dict()
             with optimizer.full_weights():
                 saved = {name: weight.clone() for name, weight in model.state_dict().items()}
     optimizer.placement.apply()
