@@ -294,8 +294,7 @@ class HybridAdam:
                 if r.shard in wanted:
                     shard = self.shards[r.shard]
                     states = adam_states(chunk.states, r.in_chunk, shard.param[r.in_shard])
-                    own = scalars[r.group]
-                    items.append(UpdateItem(shard.grad[r.in_shard], states, own, None, r.draw))
+                    items.append(UpdateItem(shard.grad[r.in_shard], states, scalars[r.group], None, r.draw))
                     groups.append(r.group)
         return self._kernel.prepare(items, groups)
 
@@ -325,19 +324,12 @@ class HybridAdam:
             common = {"lr": rate, "weight_decay": group.weight_decay, "grad_scale": grad_scale}
             if group.orthogonalizes:  # gradients are already directions
                 found.append(SgdScalars(lr=rate, weight_decay=group.weight_decay, momentum=0.0))
-                continue
-            if config.optimizer == "sgd":
+            elif config.optimizer == "sgd":
                 found.append(SgdScalars(**common, momentum=config.sgd_momentum))
-                continue
-            adam = AdamScalars(
-                **common,
-                beta1=config.adam_beta1,
-                beta2=config.adam_beta2,
-                eps=config.adam_eps,
-                step=step,
-                decoupled_weight_decay=config.decoupled_weight_decay,
-            )
-            found.append(adam)
+            else:
+                common |= {"beta1": config.adam_beta1, "beta2": config.adam_beta2, "eps": config.adam_eps}
+                is_decoupled = config.decoupled_weight_decay
+                found.append(AdamScalars(**common, step=step, decoupled_weight_decay=is_decoupled))
         return found
 
 

@@ -125,7 +125,7 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
     fake.adopt(list(model.parameters()))
     on_host = case in ON_HOST and offload is not None
     optimizer = build(model, zero_stage, clip_grad, copies, offload, cpu_offloading_weights=on_host)
-    norms, losses = [], []
+    norms, losses, resumed = [], [], dict[str, Any]()
     for index, step in enumerate(steps):
         optimizer.placement.apply()
         model.is_short = index % 3 == 1
