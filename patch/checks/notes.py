@@ -154,6 +154,8 @@ def _offload_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
             f"{where('simulated_device_memory')} is only planned for with "
             f"{where('optimizer_offload_policy')} false"
         )
+    if policy == "auto" and optimizer.optimizer_offload_streamed is None and machine.cuda_devices:
+        yield f"{where('optimizer_offload_streamed')} auto: not tested on a GPU yet; 0 turns it off"
     memory = machine.cuda_memory_bytes if machine.cuda_devices else simulated or 0
     if policy == "auto" and 0 < memory <= threshold:
         device = "a GPU" if machine.cuda_devices else where("simulated_device_memory")

@@ -110,9 +110,10 @@ class OptimizerConfig:
     optimizer_offload_chunk_size: int | None = flag(
         "elements of a chunk, the unit in which states are placed and moved; 0: searched", none=0
     )
-    optimizer_offload_streamed: float = flag(
-        "share of the states in host memory that the GPU updates: copied there and back in each step",
-        0.0,
+    optimizer_offload_streamed: float | None = flag(
+        "share of the states in host memory that the GPU updates: copied there and back in each step; auto: "
+        "0, or with --optimizer-offload-policy auto by measured times",
+        none="auto",
         at_least=0,
         at_most=1,
     )

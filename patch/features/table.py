@@ -100,7 +100,10 @@ TRAIN_ONLY = Feature("--train-only", "train_only", "none")
 SGD = Feature("SGD", "optimizer", "adam", on="sgd")
 MUON = Feature("Muon", "optimizer", "adam", on="muon")
 DISK_STATES = Feature("optimizer states on a disk", "offload_folder", "none", proven="one gpu")
-STREAMED_STATES = Feature("streamed optimizer states", "optimizer_offload_streamed", "0")
+STREAMED_STATES = Feature(
+    "streamed optimizer states", "optimizer_offload_streamed", "0",
+    condition=lambda run: bool(run.optimizer.optimizer_offload_streamed),
+)  # fmt: skip
 FIRST_MOMENTS = Feature("first moments in fewer bytes", "exp_avg_dtype", "fp32", proven="one gpu")
 SECOND_MOMENTS = Feature("second moments in fewer bytes", "exp_avg_sq_dtype", "fp32", proven="one gpu")
 FP8 = Feature("fp8", "precision", _16_BITS, on="fp8", proven="one gpu")

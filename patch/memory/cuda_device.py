@@ -83,7 +83,7 @@ class CudaDevice:
         """Record on the current stream, or with `after` on a separate stream: compute does not wait."""
         compute = self._streams.current_stream(self.device)
         if not after:
-            return compute.record_event()
+            return compute.record_event(self._streams.Event(enable_timing=True))
         self._join_stream.wait_stream(compute)
         with self._streams.stream(self._join_stream):
             for work in after:
@@ -136,4 +136,4 @@ class CudaDevice:
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
         # A thread that waits for a blocking event sleeps, so that the Adam kernel can use its core.
-        return stream.record_event(self._streams.Event(blocking=True))
+        return stream.record_event(self._streams.Event(blocking=True, enable_timing=True))

@@ -6,7 +6,7 @@ import mmap
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -141,6 +141,9 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Make the current stream wait for the point; the calling thread does not block."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Return the milliseconds from this point to `end`, another event of the device, after both."""
 
 
 class Joinable(Protocol):

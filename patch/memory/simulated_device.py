@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,11 +22,18 @@ class SimulatedOutOfMemory(torch.OutOfMemoryError):
 
 
 class _FinishedEvent:
+    def __init__(self) -> None:
+        self.time = time.perf_counter()
+
     def synchronize(self) -> None:
         """Do nothing: the work has ended."""
 
     def wait(self) -> None:
         """Do nothing: the work has ended."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Return the milliseconds from this event to `end`."""
+        return 1e3 * (end.time - self.time)
 
 
 class SimulatedDevice:

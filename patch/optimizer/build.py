@@ -79,8 +79,10 @@ def _build_offload(config: OptimizerConfig, device: torch.device, host_bytes: in
         else AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
     )
     disk = None if config.offload_folder is None else DiskMemory(Path(config.offload_folder))
+    is_measured = config.optimizer_offload_streamed is None and config.optimizer_offload_policy == "auto"
+    streamed = None if is_measured else config.optimizer_offload_streamed or 0.0
     streams = gpu and CudaDevice(device, "streamed states", gpu)
     return Offload(
         offload_device, policy, config.optimizer_offload_chunk_size or 0, host_bytes, disk,
-        config.host_state_bytes(host_bytes), config.optimizer_offload_streamed, streams,
+        config.host_state_bytes(host_bytes), streamed, streams,
     )  # fmt: skip

@@ -76,11 +76,13 @@ def _evict(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) ->
 def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributedOptimizer) -> str:
     """Return e.g. "optimizer offload: 3 chunks (1.2 GiB) to the host (WHY); offload fraction 0.2 -> 0.4"."""
     parts = []
-    for (to_host, reason), group in groupby(moves, key=lambda move: (move.to_host, move.reason)):
+    for (to_host, reason, streamed), group in groupby(moves, key=lambda move: move[1:]):
         chunks = [move.chunk for move in group]
         size = size_text(sum(chunk.num_bytes for chunk in chunks))
-        target = "host" if to_host else "device"
-        parts.append(f"{len(chunks)} chunks ({size}) to the {target} ({reason})")
+        target = "to the host" if to_host else "to the device"
+        if streamed is not None:
+            target = "streamed through the device" if streamed else "no longer streamed"
+        parts.append(f"{len(chunks)} chunks ({size}) {target} ({reason})")
     after = optimizer.report().offload_fraction
     return f"optimizer offload: {', '.join(parts)}; offload fraction {before:.3f} -> {after:.3f}"
 

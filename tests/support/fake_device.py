@@ -48,9 +48,14 @@ Order = str | int
 
 
 class Event:
-    def __init__(self, blocking: bool = False) -> None:
+    def __init__(self, blocking: bool = False, enable_timing: bool = False) -> None:
         self.stream: Stream | None = None
         self.position = 0
+        self.milliseconds = 0.0
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query() and end.query()
+        return end.milliseconds - self.milliseconds
 
     def record(self, stream: Stream) -> None:
         stream.record_event(self)

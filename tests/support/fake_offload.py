@@ -26,7 +26,7 @@ from patch.distributed.async_collectives import CommHandle
 from patch.memory import CudaDevice, staged_copy
 from patch.optimizer import grad_norm
 from patch.optimizer.buckets import buffer_group, flat_params, fp8_params, micro_batch, param_buffer
-from patch.optimizer.kernels import UpdateItem, sums_by_norms
+from patch.optimizer.kernels import AdamKernel, UpdateItem, sums_by_norms
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.states import host_update, hybrid_adam
@@ -102,7 +102,7 @@ class FakeOffloadDevice(CudaDevice):
         return 0
 
 
-class _DeviceKernel:
+class _DeviceKernel(AdamKernel):
     """Adam on the current stream."""
 
     def __init__(self, fake: FakeDevice) -> None:

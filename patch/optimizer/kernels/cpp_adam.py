@@ -14,6 +14,7 @@ import torch
 from patch.optimizer.kernels.build import BuildError, find_or_build
 from patch.optimizer.kernels.low_bit_moments import buckets, codes
 from patch.optimizer.kernels.spec import (
+    AdamKernel,
     UpdateItem,
     check_item,
     constants_of,
@@ -83,7 +84,7 @@ def load() -> ctypes.CDLL:
     return library
 
 
-class CppAdam:
+class CppAdam(AdamKernel):
     """The C++ kernels on CPU tensors.
 
     Args:

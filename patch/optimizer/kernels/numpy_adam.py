@@ -11,6 +11,7 @@ import torch
 from patch.config.choices import MOMENT_BLOCK
 from patch.optimizer.kernels.low_bit_moments import codes, midpoints
 from patch.optimizer.kernels.spec import (
+    AdamKernel,
     AdamScalars,
     AdamStates,
     UpdateItem,
@@ -25,7 +26,7 @@ from patch.optimizer.kernels.spec import (
 _TILE = 1 << 16
 
 
-class NumpyAdam:
+class NumpyAdam(AdamKernel):
     """The update on CPU tensors, in one thread."""
 
     def update(self, items: Sequence[UpdateItem]) -> None:

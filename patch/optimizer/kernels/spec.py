@@ -23,7 +23,7 @@ SGD has one moment. The weight decay is added to the gradient, as in torch.optim
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -111,11 +111,23 @@ class UpdateItem(NamedTuple):
     """The coordinates of the random numbers for bf16 moments, or None."""
 
 
+PreparedUpdate = Callable[[Sequence[AdamScalars]], None]
+"""The update of some items; takes the scalars of each parameter group in this step."""
+
+
 class AdamKernel(Protocol):
     """An implementation of the update; all implementations give the same bits."""
 
     def update(self, items: Sequence[UpdateItem]) -> None:
         """Update all items, which must not overlap, in one call."""
+
+    def prepare(self, items: Sequence[UpdateItem], groups: Sequence[int]) -> PreparedUpdate:
+        """Return the update, for many steps, of items whose memory stays where it is.
+
+        `groups` are the indices of each item's scalars in those that the update takes.
+        """
+        pairs = list(zip(items, groups, strict=True))
+        return lambda scalars: self.update([item._replace(scalars=scalars[group]) for item, group in pairs])
 
 
 def check_item(item: UpdateItem) -> None:

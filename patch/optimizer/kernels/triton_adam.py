@@ -20,6 +20,9 @@ from patch.config.choices import MOMENT_BLOCK
 from patch.device import send
 from patch.optimizer.kernels.low_bit_moments import buckets, codes
 from patch.optimizer.kernels.spec import (
+    AdamKernel,
+    AdamScalars,
+    PreparedUpdate,
     UpdateItem,
     bf16_param,
     check_item,
@@ -47,13 +50,17 @@ class _Form(NamedTuple):
     """Kinds of the moments: 0 float32, 1 bf16, 2 8-bit, -1 none (SGD)."""
 
 
-class TritonAdam:
+class TritonAdam(AdamKernel):
     """The update on CUDA tensors, on the current stream; the host does not wait."""
 
     def update(self, items: Sequence[UpdateItem]) -> None:
-        """See AdamKernel. One launch for each form of items, usually one in total."""
-        forms: dict[_Form, list[UpdateItem]] = defaultdict(list)
-        for item in items:
+        """See AdamKernel."""
+        self.prepare(items, range(len(items)))([item.scalars for item in items])
+
+    def prepare(self, items: Sequence[UpdateItem], groups: Sequence[int]) -> PreparedUpdate:
+        """See AdamKernel. An update is one launch for each form of items, usually one in total."""
+        forms: dict[_Form, list[tuple[UpdateItem, int]]] = defaultdict(list)
+        for item, group in zip(items, groups, strict=True):
             check_item(item)
             form = _Form(
                 item.grad.dtype == torch.bfloat16,
@@ -62,33 +69,51 @@ class TritonAdam:
                 item.scalars.decoupled_weight_decay,
                 moment_kinds(item),
             )
-            forms[form].append(item)
-        for form, members in forms.items():
-            _launch(form, members)
-        copy_other_params(items)
+            forms[form].append((item, group))
+        tables = [_Table(form, *zip(*members, strict=True)) for form, members in forms.items()]
+
+        def update(scalars: Sequence[AdamScalars]) -> None:
+            for table in tables:
+                table.launch(scalars)
+            copy_other_params(items)
+
+        return update
 
 
-def _launch(form: _Form, items: list[UpdateItem]) -> None:
-    rows: list[list[int]] = []
-    num_blocks = 0
-    for item in items:
-        numel = item.grad.numel()
-        places = [pointer or 0 for pointer in pointers(item)]
-        numbers = rng_numbers(item)
-        rows.append([*places[:9], numel, num_blocks, *_bits(item), *places[9:], *numbers])
-        num_blocks += triton.cdiv(numel, _BLOCK.value)
-    if num_blocks:
-        device = items[0].grad.device
-        *others, kinds = form
-        _update[(num_blocks,)](
-            send(torch.tensor(rows, dtype=torch.int64), device),
-            *_tables(device),
-            len(rows),
-            *others,
-            *kinds,
-            _alignment(rows),
-            enable_fp_fusion=False,
-        )
+class _Table:
+    """The rows of items of one form. Only scalars, and keys of random numbers, change from step to step."""
+
+    def __init__(self, form: _Form, items: Sequence[UpdateItem], groups: Sequence[int]) -> None:
+        self._form, self._items, self._groups, self._num_blocks = form, items, list(groups), 0
+        rows: list[list[int]] = []
+        for item in items:
+            numel = item.grad.numel()
+            places = [pointer or 0 for pointer in pointers(item)]
+            numbers = rng_numbers(item)
+            rows.append([*places[:9], numel, self._num_blocks, *_bits(item), *places[9:], *numbers])
+            self._num_blocks += triton.cdiv(numel, _BLOCK.value)
+        self._rows, self._alignment = torch.tensor(rows, dtype=torch.int64), _alignment(rows)
+
+    def launch(self, scalars: Sequence[AdamScalars]) -> None:
+        """Update the items with the scalars of each group."""
+        *others, kinds = self._form
+        bits = [_bits(self._items[0]._replace(scalars=each)) for each in scalars]
+        self._rows[:, 11:20] = torch.tensor(bits)[self._groups]
+        if 1 in kinds:
+            both = zip(self._items, self._groups, strict=True)
+            items = [item._replace(scalars=scalars[group]) for item, group in both]
+            self._rows[:, 24:30] = torch.tensor([rng_numbers(item) for item in items])
+        if self._num_blocks:
+            device = self._items[0].grad.device
+            _update[(self._num_blocks,)](
+                send(self._rows, device),
+                *_tables(device),
+                len(self._items),
+                *others,
+                *kinds,
+                self._alignment,
+                enable_fp_fusion=False,
+            )
 
 
 @cache

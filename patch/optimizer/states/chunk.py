@@ -284,13 +284,19 @@ class ChunkManager:
     def _host_memory(self, chunk: StateChunk) -> Allocator:
         return self._pinned if chunk.is_streamed else HOST
 
-    def move(self, chunk: StateChunk, *, to_host: bool) -> None:
+    def move(self, chunk: StateChunk, *, to_host: bool, is_streamed: bool | None = None) -> None:
         """Move a chunk that is not being updated to the host or to the device.
 
+        Args:
+            is_streamed: for a chunk that stays in host memory: whether the device updates it from now on.
         Raises:
             OutOfMemoryError: the device has too little free memory; nothing was moved.
+            MemoryError: the system cannot pin enough memory for a streamed chunk; nothing was moved.
             TrainingError: the disk is full or fails.
         """
+        if is_streamed is not None and self._copier is not None:
+            chunk.is_streamed = is_streamed
+            chunk.reset_device(self._host_memory(chunk), self._copier, is_host=True)
         if to_host != chunk.is_on_host:
             assert self._copier is not None, "these chunks never move"
             try:

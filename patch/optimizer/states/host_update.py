@@ -32,6 +32,7 @@ from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_ke
 from patch.optimizer.kernels.low_bit_moments import elements_of
 from patch.optimizer.states.chunk import BucketShard, Chunk, ChunkRange, StateChunk
 from patch.optimizer.states.host_buffers import HostBuffers, HostedChunks, InputBuffers, OutputBuffers
+from patch.optimizer.states.placement import LateUpdates
 
 # Speculation pauses while it has failed in more than this share of recent steps.
 _MAX_FAILURE_RATE = 0.2
@@ -110,6 +111,9 @@ class HostUpdates:
         """Seconds that the worker has updated chunks."""
         self.waited_s = 0.0
         """Seconds that other threads have waited for the worker."""
+        self.late = LateUpdates()
+        """The updates after the norm in the last complete step."""
+        self._late, self._norm_known = LateUpdates(), 0.0
         self.disk_wait_s = 0.0
         """Seconds that the worker has waited for a disk."""
 
@@ -143,6 +147,7 @@ class HostUpdates:
         At the end of the current stream, all gradients must be final and old parameters no longer read.
         """
         assert not self._jobs, "updates of the last step were not waited for"
+        self.late, self._late, self._norm_known = self._late, LateUpdates(), time.perf_counter()
         is_wrong = scalars != self._expected
         if self._expected is not None:
             self.failure_rate = _FAILURE_RATE_DECAY * self.failure_rate + (1 - _FAILURE_RATE_DECAY) * is_wrong
@@ -260,6 +265,8 @@ class HostUpdates:
     ) -> Event:
         with self._inputs_of(update):
             self._compute(update, scalars, outputs)
+        late_s = time.perf_counter() - self._norm_known
+        self._late = LateUpdates(late_s, self._late.numel + update.chunk.numel)
         on_device = [r for r in update.chunk.ranges if not self._shards[r.shard].is_on_host]
         return self._copy_params_back(update.chunk, outputs, on_device)
 

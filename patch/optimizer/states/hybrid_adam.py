@@ -27,6 +27,7 @@ from patch.memory import (
 from patch.optimizer.kernels import AdamKernel, AdamScalars, adam_kernel
 from patch.optimizer.kernels.low_bit_moments import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.kernels.spec import PreparedUpdate
 from patch.optimizer.param_groups import ParamGroup, group_rates
 from patch.optimizer.states.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.states.disk_update import DiskUpdates
@@ -119,8 +120,7 @@ class HybridAdam:
         if torch.uint8 in self.dtypes.values():  # a chunk ends at the end of a block
             chunk_size = -(-chunk_size // MOMENT_BLOCK) * MOMENT_BLOCK
         self.manager = ChunkManager(chunk_size, allocator, copier, *places)
-        streamed = offload.streamed if offload else 0.0
-        self._chunks_of = self._register(shards, are_moved=offload is not None, streamed=streamed)
+        self._chunks_of = self._register(shards, are_moved=offload is not None)
         self.host_updates, self.disk_updates, self.streamed_updates = self._build_updates(offload)
         """Updates by the host of chunks in its memory and of chunks on disk, and by the device of chunks in
         host memory. None if there are none."""
@@ -131,6 +131,8 @@ class HybridAdam:
         self.placement.before_move.append(self.cancel_step)
         self.manager.allocate(partial(state_dtypes, config))
         self._scalars: list[AdamScalars] | None = None
+        self._prepared: dict[tuple[int, ...], PreparedUpdate] = {}
+        """The updates of shards whose states are on the device, made again when chunks have moved."""
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
         self._reductions: dict[StateChunk, list[Joinable]] = {}
@@ -139,9 +141,7 @@ class HybridAdam:
         self._resize_host_buffers()
         self.copy_model_params_to_main_params()
 
-    def _register(
-        self, shards: Sequence[BucketShard], *, are_moved: bool, streamed: float
-    ) -> list[list[StateChunk]]:
+    def _register(self, shards: Sequence[BucketShard], *, are_moved: bool) -> list[list[StateChunk]]:
         for index, shard in enumerate(shards):
             for range_ in shard.ranges:
                 # Only updates during backward need separate chunks.
@@ -153,9 +153,6 @@ class HybridAdam:
         chunks_of: list[list[StateChunk]] = [[] for _ in shards]
         for chunk in self.manager.chunks:
             chunk.stays_on_host = any(shards[range_.shard].is_on_host for range_ in chunk.ranges)
-            # Evenly spread, so that device and host both begin with parameters that are needed early.
-            before, after = (int(streamed * (chunk.index + n)) for n in (0, 1))
-            chunk.is_streamed = before < after and not chunk.stays_on_host
             for index in sorted({range_.shard for range_ in chunk.ranges}):
                 chunks_of[index].append(chunk)
         return chunks_of
@@ -173,7 +170,7 @@ class HybridAdam:
         updated = {name: dtype for name, dtype in self.dtypes.items() if name != MOMENTUM}
         chunks = HostedChunks(self.shards, updated, size, offload.device, spare_bytes)
         streamed, disk = None, None
-        if offload.streamed:
+        if offload.streamed != 0:
             on_device = chunks._replace(device=offload.streams or offload.device)
             streamed = StreamedUpdates(on_device, self._kernel)
         if offload.disk is not None:
@@ -182,6 +179,7 @@ class HybridAdam:
         return HostUpdates(chunks), disk, streamed
 
     def _resize_host_buffers(self) -> None:
+        self._prepared.clear()
         for updates in self._all_updates:
             updates.resize_buffers(len(self._chunks_of_updates(updates)))
 
@@ -271,24 +269,31 @@ class HybridAdam:
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count)
         for updates in self._all_updates:
             updates.start_updates(self._chunks_of_updates(updates)[::-1], self._scalars)
+        share, host, streamed = self.placement.streamed_share, self.host_updates, self.streamed_updates
+        if share and host and streamed:
+            share.steps.append((host.late, streamed.late))
 
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
         """Update the elements of some shards whose states are on the device; call `start_update` before."""
         assert self._scalars is not None, "call start_update first"
-        wanted = set(indices)
-        chunks = dict.fromkeys(chunk for index in indices for chunk in self._chunks_of[index])
-        items = []
-        for chunk in chunks:
+        key = tuple(indices)
+        if key not in self._prepared:
+            self._prepared[key] = self._prepare(indices, self._scalars)
+        with region("update of buckets %s", key):
+            self._prepared[key](self._scalars)
+
+    def _prepare(self, indices: Sequence[int], scalars: Sequence[AdamScalars]) -> PreparedUpdate:
+        wanted, groups, items = set(indices), [], []
+        for chunk in dict.fromkeys(chunk for index in indices for chunk in self._chunks_of[index]):
             if chunk.is_on_host:
                 continue
             chunk.wait_for_transfer()
             for r in chunk.ranges:
-                if r.shard not in wanted:
-                    continue
-                items.append(item_of(chunk.states, r, self.shards[r.shard], self._scalars))
-        with region("update of buckets %s", list(indices)):
-            self._kernel.update(items)
+                if r.shard in wanted:
+                    items.append(item_of(chunk.states, r, self.shards[r.shard], scalars))
+                    groups.append(r.group)
+        return self._kernel.prepare(items, groups)
 
     def wait_for_update(self, index: int, *, block: bool) -> bool:
         """Make the current stream wait for the new parameters of shard `index`.

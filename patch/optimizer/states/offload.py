@@ -9,8 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from patch.memory import UNLIMITED, DiskMemory, OffloadDevice
-from patch.optimizer.states.chunk import ChunkManager
-from patch.optimizer.states.placement import AutoPlacementPolicy, DeviceMemory, Move, StaticPlacementPolicy
+from patch.optimizer.states.chunk import ChunkManager, StateChunk
+from patch.optimizer.states.placement import (
+    AutoPlacementPolicy,
+    DeviceMemory,
+    Move,
+    StaticPlacementPolicy,
+    StreamedShare,
+    spread,
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,8 @@ class Offload:
     """Memory of offloaded states that do not fit into host memory, or None."""
     host_state_bytes: int = UNLIMITED
     """Host memory for states, if there is a disk."""
-    streamed: float = 0.0
-    """Share of the chunks that the device updates while their states are in host memory."""
+    streamed: float | None = 0.0
+    """Share of the chunks on the host that the device updates; None: by measured times (StreamedShare)."""
     streams: OffloadDevice | None = None
     """The same device with other streams for those states; None: `device`."""
 
@@ -52,11 +59,16 @@ class Placement:
         """The largest device peak in bytes so far."""
         self.before_move: list[Callable[[], object]] = []
         """Called before chunks move, to cancel the current step and end the last step's updates."""
+        self.streamed_share = StreamedShare() if offload and offload.streamed is None else None
+        """Chooses the streamed chunks between steps; None: they are chosen here, or there are none."""
         if offload is not None:
             for chunk in manager.chunks:
                 chunk.is_on_host = True
             for move in self._wanted_moves():
                 move.chunk.is_on_host = move.to_host
+            candidates = self._may_be_streamed()
+            for chunk in spread(candidates, round(len(candidates) * (offload.streamed or 0.0))):
+                chunk.is_streamed = True
 
     @property
     def is_offloading(self) -> bool:
@@ -74,8 +86,11 @@ class Placement:
         return self._offload is not None and not all(chunk.is_on_host for chunk in self._manager.chunks)
 
     def apply(self) -> list[Move]:
-        """Let the policy move states between host and device, between two steps; return the moves."""
-        return self._move(self._wanted_moves())
+        """Let the policy move states between host and device, between two steps; return the moves.
+
+        Then the streamed share may change, if it is measured.
+        """
+        return self._move(self._wanted_moves()) + self._change_streamed()
 
     def evict(self, num_bytes: int) -> list[Move]:
         """After out-of-memory, cancel the step, and move at least `num_bytes` of states to the host."""
@@ -90,6 +105,21 @@ class Placement:
         moves = self._offload.policy.moves(self._manager.chunks, memory)
         return [move for move in moves if not move.chunk.stays_on_host]
 
+    def _may_be_streamed(self) -> list[StateChunk]:
+        on_host = [chunk for chunk in self._manager.chunks if chunk.is_on_host]
+        return [chunk for chunk in on_host if not (chunk.stays_on_host or chunk.is_on_disk)]
+
+    def _change_streamed(self) -> list[Move]:
+        if self.streamed_share is None:
+            return []
+        for chunk in self._manager.chunks:  # promoted: should it be evicted, the device has no room to stream
+            chunk.is_streamed &= chunk.is_on_host
+        try:
+            return self._move(self.streamed_share.moves(self._may_be_streamed()))
+        except (torch.OutOfMemoryError, MemoryError):  # no buffers on the device, or no pinned memory
+            self.streamed_share.has_given_up = True
+            return self._move(self.streamed_share.moves(self._may_be_streamed()))
+
     def _move(self, moves: list[Move]) -> list[Move]:
         """Move chunks until the device has no room; return the moves, which may still run to the device."""
         if self._offload is None or not moves:
@@ -99,7 +129,7 @@ class Placement:
         done = []
         for move in sorted(moves, key=lambda move: not move.to_host):  # evictions first: they free memory
             try:
-                self._manager.move(move.chunk, to_host=move.to_host)
+                self._manager.move(move.chunk, to_host=move.to_host, is_streamed=move.is_streamed)
             except torch.OutOfMemoryError:  # enough bytes are free, but not contiguous
                 if isinstance(self._offload.policy, AutoPlacementPolicy):
                     self._offload.policy.back_off()

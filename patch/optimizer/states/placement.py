@@ -12,11 +12,13 @@ PatrickStar (arXiv:2108.05818) and ColossalAI's Gemini. The rule against moving 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from patch.layout.buckets import NUM_STREAMED
 from patch.optimizer.states.chunk import StateChunk
 from patch.text import size_text
 
@@ -28,11 +30,21 @@ _MAX_PATIENCE = 4096
 
 
 class Move(NamedTuple):
-    """A move of one chunk, to the host or to the device."""
+    """A move of one chunk, to the host or to the device, or of its updates."""
 
     chunk: StateChunk
     to_host: bool
     reason: str
+    is_streamed: bool | None = None
+    """For a chunk that stays on the host: whether the device updates it from now on."""
+
+
+class LateUpdates(NamedTuple):
+    """The host's or the device's updates of a step that began when the gradient norm was known."""
+
+    seconds: float = 0.0
+    """Time from the norm to the last end of these updates and of their copies."""
+    numel: int = 0
 
 
 class DeviceMemory(NamedTuple):
@@ -163,6 +175,67 @@ class AutoPlacementPolicy:
         """Wait longer before the next promotion, after an eviction or a promotion that ran out of memory."""
         self._patience = min(max(WINDOW, 2 * self._patience), _MAX_PATIENCE)
         self._free = deque(maxlen=self._patience)
+
+
+_STEPS = 4
+"""Steps whose times are averaged before each choice of the streamed share."""
+_HYSTERESIS = 0.1
+"""The share stays if host and device end within this part of the later one's time."""
+_GOLDEN = 0.6180339887498949
+
+
+def spread(chunks: Sequence[StateChunk], number: int) -> set[StateChunk]:
+    """Return `number` of the chunks, evenly spread over their indices; a larger number adds to them.
+
+    So device and host both begin with parameters that are needed early, and few chunks move.
+    """
+    return set(sorted(chunks, key=lambda chunk: chunk.index * _GOLDEN % 1.0)[:number])
+
+
+class StreamedShare:
+    """Chooses which chunks on the host the device updates, so that host and device end at the same time.
+
+    Both begin when the gradient norm is known. Each time is about proportional to the elements that are
+    updated from then on, so their measured rates give the number of chunks between which the gap closes. The
+    share goes half of this way at once, or by one chunk, which measures a rate that is still unknown.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[LateUpdates, LateUpdates]] = []
+        """The late updates of complete steps since the last choice: those of the host, and streamed ones."""
+        self.has_given_up = False
+        """Whether memory for streaming is missing, so that no chunk is chosen any more."""
+        self._number = 0
+        self._rates = [0.0, 0.0]
+        """The last measured seconds per element, on the host and streamed; 0 while unknown."""
+
+    def moves(self, chunks: Sequence[StateChunk]) -> list[Move]:
+        """Return chunks whose updates go over to device or host; `chunks` are all that may be streamed."""
+        reason = "no memory to stream more" if self.has_given_up else "few chunks on the host"
+        if len(self.steps) > _STEPS:
+            host, streamed = (self._mean_seconds(index) for index in (0, 1))
+            self._number += self._change(host - streamed, max(host, streamed), chunks)
+            self.steps.clear()
+            reason = f"after the norm: host {host:.3f} s, device {streamed:.3f} s"
+        is_pointless = self.has_given_up or len(chunks) <= 2 * NUM_STREAMED  # buffers take the room of chunks
+        self._number = 0 if is_pointless else min(max(self._number, 0), len(chunks))
+        wanted = spread(chunks, self._number)
+        changed = [chunk for chunk in chunks if chunk.is_streamed != (chunk in wanted)]
+        return [Move(chunk, True, reason, chunk in wanted) for chunk in changed]
+
+    def _mean_seconds(self, index: int) -> float:
+        """Return the mean seconds of late updates, and note their rate. The first step may precede a move."""
+        seconds, numel = (sum(values) for values in zip(*(s[index] for s in self.steps[1:]), strict=True))
+        self._rates[index] = seconds / numel if numel else self._rates[index]
+        return seconds / (len(self.steps) - 1)
+
+    def _change(self, gap: float, longest: float, chunks: Sequence[StateChunk]) -> int:
+        if not chunks or abs(gap) <= _HYSTERESIS * longest:
+            return 0
+        if not all(self._rates):
+            return 1 if gap > 0 else -1
+        per_chunk = sum(self._rates) * sum(chunk.numel for chunk in chunks) / len(chunks)
+        return int(gap / per_chunk / 2 + math.copysign(0.5, gap))
 
 
 def _evictions(chunks: Sequence[StateChunk], num_bytes: int, reason: str) -> list[Move]:

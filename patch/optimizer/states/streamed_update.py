@@ -16,14 +16,16 @@ from patch.compat.torch_internals import region
 from patch.layout.buckets import NUM_STREAMED
 from patch.memory import Event, Joinable
 from patch.optimizer.kernels import AdamKernel, AdamScalars
+from patch.optimizer.kernels.low_bit_moments import elements_of
 from patch.optimizer.states.chunk import Chunk, StateChunk
 from patch.optimizer.states.host_buffers import HostedChunks
 from patch.optimizer.states.host_update import item_of
+from patch.optimizer.states.placement import LateUpdates
 
 
 class _Buffer:
-    def __init__(self, states: dict[str, Chunk]) -> None:
-        self.states = states
+    def __init__(self) -> None:
+        self.states: dict[str, Chunk] = {}
         self.copied_back: Event | None = None
 
 
@@ -44,6 +46,9 @@ class StreamedUpdates:
         """The end of each chunk's update in the last step."""
         self._last: Event | None = None
         """The end of all copies back that have begun."""
+        self.late = LateUpdates()
+        """The updates of the last complete step."""
+        self._norm_known: Event | None = None
 
     def resize_buffers(self, num_chunks: int) -> None:
         """Allocate or free buffers for `num_chunks` streamed chunks; call it between two steps.
@@ -58,7 +63,10 @@ class StreamedUpdates:
             for chunk in buffer.states.values():
                 chunk.memory.free(chunk.data)
         while len(self._buffers) < min(num_chunks, NUM_STREAMED):
-            self._buffers.append(_Buffer(self._hosted.make_states(self._device)))
+            self._buffers.append(_Buffer())  # at once, so that memory may run out below
+            for name, dtype in self._hosted.dtypes.items():
+                size = self._hosted.size // elements_of(name)
+                self._buffers[-1].states[name] = Chunk(size, self._device, dtype)
 
     def start_step(self, expected: Sequence[AdamScalars]) -> None:
         """Do nothing: updates begin with `start_updates`."""
@@ -71,8 +79,13 @@ class StreamedUpdates:
 
     def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
         """Queue the updates of all streamed chunks, in the order in which their parameters are needed."""
+        self.late = LateUpdates()
+        if self._norm_known and self._last and self._updated:
+            self._last.synchronize()  # a whole forward and backward ago, so it has ended
+            seconds = self._norm_known.elapsed_time(self._last) / 1e3
+            self.late = LateUpdates(seconds, sum(chunk.numel for chunk in self._updated))
         self._updated = {}
-        final = self._device.record_event()
+        final = self._norm_known = self._device.record_event()
         for number, chunk in enumerate(chunks):
             buffer = self._buffers[number % len(self._buffers)]
             self._update(chunk, buffer, scalars, final)

@@ -350,7 +350,8 @@ def _host_update(costs: StepCosts, elements: float) -> float:
     main, weight = (element_bytes(p) for p in (config.optimizer.main_grads_dtype, config.training.precision))
     link = machine.host_link_bandwidth * machine.reached.host_link
     copied = max(0.0, elements - costs.states * weights_on_host(config))
-    streamed = copied * config.optimizer.optimizer_offload_streamed  # their states are copied both ways
+    # The states of streamed chunks are copied both ways. A measured share (`auto`) is planned as 0.
+    streamed = copied * (config.optimizer.optimizer_offload_streamed or 0)
     copied, elements = copied - streamed, elements - streamed
     down = copied * (main + weight) / link
     up = (copied * weight + streamed * state_bytes(config)) / link

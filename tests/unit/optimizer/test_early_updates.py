@@ -3,8 +3,9 @@
 Chunks of one shard each, all on the host. The host queues the whole backward before the device has begun.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import CommHandle
 from patch.memory import UNLIMITED
 from patch.optimizer.param_groups import ParamGroup
-from patch.optimizer.states import host_buffers
+from patch.optimizer.states import host_buffers, host_update
 from patch.optimizer.states.chunk import BucketShard, ShardRange
 from patch.optimizer.states.hybrid_adam import HybridAdam
 from patch.optimizer.states.offload import Offload
@@ -34,7 +35,14 @@ NUM_EARLY, COPY = 4, 3
 class Job:
     """An optimizer of bf16 weights, and what its backward does."""
 
-    def __init__(self, fake: FakeDevice, kernel: HostKernel, host_bytes: int, chunk_size: int) -> None:
+    def __init__(
+        self,
+        fake: FakeDevice,
+        kernel: HostKernel,
+        host_bytes: int = UNLIMITED,
+        chunk_size: int = SIZE,
+        offload: Offload | None = None,
+    ) -> None:
         self.fake, self.kernel = fake, kernel
         self.groups = [dist.ProcessGroup(1, 2) for _ in range(2)]
         numel = NUM_CHUNKS * SIZE
@@ -46,9 +54,10 @@ class Job:
             BucketShard(self.gradient[place], self.weight[place], [ShardRange(0, SIZE, 0, False)])
             for place in places
         ]
-        offload = Offload(FakeOffloadDevice(fake), StaticPlacementPolicy(1.0), chunk_size, host_bytes)
+        default = Offload(FakeOffloadDevice(fake), StaticPlacementPolicy(1.0), chunk_size, host_bytes)
+        offload = offload or default
         self.adam = HybridAdam(shards, OptimizerConfig(lr=LR), [ParamGroup([], 0.1)], offload)
-        self.down = offload.device._d2h_stream
+        self.down = default.device._d2h_stream
 
     def backward(self, *, is_reduced: bool) -> list[Event]:
         """Queue it; the points of the compute stream at which a chunk's gradient is there."""
@@ -174,3 +183,75 @@ def test_as_many_gradients_come_in_backward_as_fit_into_memory(num_early: int | 
         a.fake.run_others()
         assert not a.down.tasks and not a.kernel.numels
         assert a.down.num_done == COPY * (num_early or NUM_EARLY)
+
+
+class TimedDevice(FakeOffloadDevice):
+    """Its events tell a time, which copies take; memory may run out."""
+
+    def __init__(self, fake: FakeDevice, what: str, ms_per_byte: float, lacks: Any) -> None:
+        super().__init__(fake, what)
+        self._ms, self._ms_per_byte, self._lacks = 0.0, ms_per_byte, lacks
+
+    def record_event(self, after: Sequence = ()) -> Any:
+        event = super().record_event(after)
+        event.milliseconds = self._ms
+        return event
+
+    def _copy(self, copies: Sequence, stream: Any) -> Any:
+        event = super()._copy(copies, stream)
+        self._ms += self._ms_per_byte * sum(source.nbytes for source, _ in copies)
+        event.milliseconds = self._ms
+        return event
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        if self._lacks is torch.OutOfMemoryError:
+            raise self._lacks
+        return super().allocate(numel, dtype)
+
+    def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._lacks is MemoryError and dtype == torch.int16:  # of states only
+            raise self._lacks
+        return super().allocate_pinned(numel, dtype)
+
+
+def streamed_after(
+    host_s: float, device_s: float, lacks: type[Exception] | None = None
+) -> tuple[list[int], list[float]]:
+    """Numbers of streamed chunks in each step, all clipped, and the last weights; seconds are of a chunk."""
+    now, fake = 0.0, FakeDevice(0)
+    with on(fake) as kernel, mock.patch.object(host_update.time, "perf_counter", lambda: now):
+        update = kernel.update
+
+        def timed_update(items: Sequence) -> None:
+            nonlocal now
+            now += host_s
+            update(items)
+
+        kernel.update = timed_update  # type: ignore[method-assign]
+        device = TimedDevice(fake, "states", 0.0, lacks)
+        streams = TimedDevice(fake, "streamed states", 1e3 * device_s / (SIZE * 20), lacks)
+        offload = Offload(device, StaticPlacementPolicy(1.0), SIZE, streamed=None, streams=streams)
+        a, found = Job(fake, kernel, offload=offload), []
+        for _ in range(40):
+            a.adam.placement.apply()
+            found.append(sum(chunk.is_streamed for chunk in a.adam.manager.chunks))
+            a.backward(is_reduced=False)
+            a.step(0.5)
+        return found, a.weight.tolist()
+
+
+def test_the_device_gets_the_chunks_with_which_it_ends_when_the_host_does() -> None:
+    found, bits = {}, []
+    for host_s, device_s in ((3.0, 1.0), (1.0, 3.0), (0.0, 3.0)):
+        numbers, weights = streamed_after(host_s, device_s)
+        found[host_s, device_s] = numbers[-1]
+        bits.append(weights)
+        assert numbers[0] == 0 and len(set(numbers[-15:])) == 1
+    assert found == {(3.0, 1.0): 9, (1.0, 3.0): 3, (0.0, 3.0): 0}
+    assert bits[0] == bits[1] == bits[2] != [1.0] * len(bits[0])
+
+
+@pytest.mark.parametrize("lacks", [torch.OutOfMemoryError, MemoryError])
+def test_without_memory_to_stream_the_host_updates_everything(lacks: type[Exception]) -> None:
+    numbers, weights = streamed_after(3.0, 1.0, lacks)
+    assert set(numbers) == {0} and weights == streamed_after(0.0, 3.0)[1]

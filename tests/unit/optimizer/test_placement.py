@@ -6,6 +6,7 @@ The traces are of the sizes of an 8B model on a GPU of 139 GiB, in MiB: 240 chun
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import NamedTuple
 
 import pytest
@@ -15,8 +16,10 @@ from patch.optimizer.states.placement import (
     WINDOW,
     AutoPlacementPolicy,
     DeviceMemory,
+    LateUpdates,
     MemStatsCollector,
     StaticPlacementPolicy,
+    StreamedShare,
 )
 
 MIB = 2**20
@@ -28,7 +31,7 @@ NUM_CHUNKS = 240
 ALL = 2 * NUM_CHUNKS * CHUNK * MIB
 
 
-@dataclass
+@dataclass(eq=False)
 class Chunk:
     """A chunk as placement sees it."""
 
@@ -36,6 +39,7 @@ class Chunk:
     numel: int = CHUNK_NUMEL
     is_on_host: bool = True
     stays_on_host: bool = False
+    is_streamed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -291,3 +295,34 @@ def test_what_a_longer_step_left_reserved_counts_until_something_moves():
     fragmentation.invalidate()
     assert fragmentation.update(4, 8) and fragmentation.num_bytes == 0
     assert not fragmentation.update(4, 6) and fragmentation.num_bytes == 2
+
+
+def late_seconds(number: int, host: float, device: float, early: float) -> tuple[float, float]:
+    """Seconds after the norm on host and device, if `number` chunks are streamed, each in so many seconds.
+
+    The host updates at most half of its chunks before, in `early` seconds.
+    """
+    on_host = (NUM_CHUNKS - number) * host
+    return on_host - min(on_host / 2, early), number * device
+
+
+@pytest.mark.parametrize("early", [0.0, 0.1, 9.0])
+@pytest.mark.parametrize(("host", "device"), [(8e-3, 3e-3), (8e-3, 8e-2), (1e-3, 6e-3), (2e-2, 2e-3)])
+def test_the_streamed_share_becomes_the_best_one_in_few_moves_and_stays(host, device, early):
+    share, chunks, random, changes = StreamedShare(), make_chunks(), Random(0), []
+    late = [max(late_seconds(number, host, device, early)) for number in range(NUM_CHUNKS + 1)]
+    for step in range(400):
+        seconds = late_seconds(sum(chunk.is_streamed for chunk in chunks), host, device, early)
+        now = [
+            LateUpdates(second * random.uniform(0.96, 1.04), round(second / rate * CHUNK_NUMEL))
+            for second, rate in zip(seconds, (host, device), strict=True)
+        ]
+        share.steps.append((now[0], now[1]))
+        if moves := share.moves(chunks):
+            changes.append(step)
+        for move in moves:
+            assert move.to_host and move.is_streamed != move.chunk.is_streamed
+            move.chunk.is_streamed = move.is_streamed
+    number = sum(chunk.is_streamed for chunk in chunks)
+    assert late[number] <= 1.13 * min(late) + 1.01 * (host + device), (number, late.index(min(late)))
+    assert len(changes) < 20 and changes[-1] < 200

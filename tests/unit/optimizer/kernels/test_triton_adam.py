@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,23 @@ def test_one_call_takes_items_of_all_forms_with_out(kernel):
         [s for form in FORMS for s in make_items(form, torch.bfloat16, has_out=True)] for _ in range(2)
     )
     assert_equal(bits_after(kernel, ours), bits_after(NumpyAdam(), expected))
+
+
+@pytest.mark.parametrize("moments", [("fp32", "fp32"), ("bf16", "8bit")], ids="-".join)
+def test_a_prepared_update_takes_new_scalars_in_each_step(kernel, moments):
+    ours, expected = (
+        make_items("split master", torch.float32, has_out=False, sizes=BLOCKS, moments=moments)
+        for _ in range(2)
+    )
+    groups = [index % 2 for index in range(len(ours))]
+    both = [each.prepare(items, groups) for each, items in ((kernel, ours), (NumpyAdam(), expected))]
+    for step in (1, 2, 3):
+        scalars = [replace(RULES[0], step=step, lr=rate) for rate in (0.01 * step, 0.001)]
+        found = []
+        for update, items in zip(both, (ours, expected), strict=True):
+            prepared = SimpleNamespace(update=lambda _, update=update, now=scalars: update(now))
+            found.append(bits_after(prepared, items))
+        assert_equal(*found)
 
 
 COMPILE = """
