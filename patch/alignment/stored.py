@@ -201,6 +201,8 @@ def rebuild(
     (rebuilt,) = build_llama_model(run, groups, context.device, aligned=aligned)
     for parameter, weight in zip(rebuilt.parameters(), weights.parameters(), strict=True):
         parameter.data = weight.data.to(parameter.dtype)
-    for buffer, value in zip(rebuilt.buffers(), weights.buffers(), strict=True):
-        buffer.copy_(value)
+    biases = {name: value for name, value in weights.named_buffers() if name.endswith("expert_bias")}
+    for name, buffer in rebuilt.named_buffers():
+        if name in biases:
+            buffer.copy_(biases[name])
     return rebuilt.eval()

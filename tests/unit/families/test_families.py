@@ -50,7 +50,9 @@ def test_class_and_traits_are_those_of_transformers(model_type):
         assert (width > layer.self_attn.head_dim) == (traits.qk_norm_of == "all heads")
     linear = {name.split(".")[-1]: each for name, each in of_layer.items() if hasattr(each, "in_features")}
     with_bias = {name for name, each in linear.items() if each.bias is not None}
-    has_bias = traits.add_qkv_bias or ("add_qkv_bias" in FAMILIES[model_type].flags)  # the class's default
+    has_bias = traits.add_qkv_bias
+    if "add_qkv_bias" in FAMILIES[model_type].flags:
+        has_bias = theirs.config.attention_bias  # the class's default
     of_qkv = {"q_proj", "k_proj", "v_proj"} if has_bias else set()
     assert with_bias == (set(linear) if traits.add_bias_linear else of_qkv)
     assert hasattr(body, "rotary_emb") == traits.has_rope
