@@ -1,5 +1,5 @@
 #!/bin/sh
-# Fine-tune Qwen3-30B-A3B on chats. 1 machine of 8 H100: planned, 69.5 GiB of a GPU.
+# Fine-tune Qwen3-30B-A3B on chats. 1 machine of 8 H100: planned, 70.4 GiB of a GPU.
 #
 #   MODEL=/models/Qwen3-30B-A3B DATA=chats.json RUN=runs/qwen3 sh examples/qwen3/sft_30b_a3b.sh [flags]
 #
