@@ -62,6 +62,8 @@ class Family:
     full_every: int | None = None
     """Every Nth layer has no window if no `layer_types` say it, or None if all layers are alike."""
     activation_key: str = "hidden_act"
+    scales_embedding: bool = False
+    """Whether the embedding of the class in transformers multiplies by `embedding_multiplier` itself."""
     local_base_key: str | None = None
     """Key of transformers 4 for `rotary_base_local`."""
     own_of_router: Set[str] = frozenset()
