@@ -43,7 +43,8 @@ def layers_with_rope(model: ModelConfig) -> Sequence[int]:
     if text is None:
         return every
     step = to_int(text)
-    without = every[step - 1 :: step] if step else _layers(text, model.num_layers, "no_rope_freq")
+    is_step = step is not None and step >= 1
+    without = every[step - 1 :: step] if is_step else _layers(text, model.num_layers, "no_rope_freq")
     return [number for number in every if number not in without]
 
 
