@@ -52,7 +52,7 @@ class TEAttention(TEDotProductAttention):
         **arguments: Any,
     ) -> None:
         super().__init__(config=config, **arguments)
-        own = {"kernels": kernels, "cap": cap, "has_window": has_window}
+        own: dict[str, Any] = {"kernels": kernels, "cap": cap, "has_window": has_window}
         self.of_packed_rows = CausalAttention(config=config, **own, **arguments)
 
     def forward(
