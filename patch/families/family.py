@@ -54,7 +54,7 @@ class Family:
     type_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """Keys for traits that only this family's config.json has."""
     flags: Set[str] = frozenset()
-    """The TRAIT_FIELDS in which its models differ."""
+    """The traits, which flags set, in which its models differ."""
     own_fields: Set[str] = frozenset()
     """The OWN_FIELDS that the class in transformers has."""
     numbers: Mapping[str, str] = field(default_factory=dict)
