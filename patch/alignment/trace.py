@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from patch.families import Kind, ModelConfig, WeightRow, traits_of, weight_rows
+from patch.families import Kind, ModelConfig, WeightRow, family_called, traits_of, weight_rows
 from patch.model import LlamaModel
 
 Parts = dict[str, torch.Tensor]
@@ -126,8 +126,10 @@ def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
     def reading(after: str, before: str | None = None) -> Reading:
         def read(inputs: Any, output: Any) -> Parts:
             given = {} if before is None else {before: inputs[0][0]}
-            # DeepSeek's latents are one head, [1, S, features].
-            return given | {after: _first_output(output)[0].squeeze(0).flatten(1)}
+            value = _first_output(output)[0].squeeze(0)  # DeepSeek's latents are one head, [1, S, features]
+            if value.ndim == 3 and inputs[0].stride(1) < inputs[0].stride(2):
+                value = value.transpose(0, 1)  # Gemma 3 transposes before its norms of heads
+            return given | {after: value.flatten(1)}
 
         return read
 
@@ -148,8 +150,12 @@ def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
 def _our_modules(ours: LlamaModel, model: ModelConfig) -> Iterator[_TracedModule]:
     """The same operations of our model, whose hidden states are [S, 1, H]."""
     layers, dtype = ours.decoder.layers, next(ours.parameters()).dtype
-    embedding, num_vocab_rows = ours.embedding.word_embeddings, ours.num_vocab_rows
-    yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
+    embedding, num_vocab_rows = ours.embedding, ours.num_vocab_rows
+    if family_called(model.model_type).scales_embedding:
+        yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[:, 0]})
+    else:
+        words = embedding.word_embeddings
+        yield _TracedModule(None, words, lambda inputs, output: {"embed_tokens": output[0]})
     if _has_one_table(model):
         yield _TracedModule(
             None, ours.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)}
@@ -160,9 +166,10 @@ def _our_modules(ours: LlamaModel, model: ModelConfig) -> Iterator[_TracedModule
         yield _TracedModule(
             layer, module, lambda inputs, output: {"mlp residual": _first_output(output)[:, 0]}
         )
-    yield _TracedModule(
-        None, ours.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :num_vocab_rows]}
-    )
+    if model.logits_scaling == 1.0:  # else our output layer has scaled inputs
+        yield _TracedModule(
+            None, ours.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :num_vocab_rows]}
+        )
 
 
 def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
@@ -178,7 +185,7 @@ def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
             case Kind.JOINED_QKV:
                 parts = [torch.cat(_split_qkv(value, config), dim=-1)]
             case Kind.COLUMN_PARALLEL:
-                parts = list(value.chunk(len(names), dim=-1))
+                parts = list(value.flatten(1).chunk(len(names), dim=-1))
             case _:
                 parts = [value.flatten(1)]
         return given | dict(zip(names, parts, strict=True))

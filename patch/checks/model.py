@@ -119,8 +119,11 @@ def layer_parts_fit(config: RunConfig, machine: MachineFacts) -> None:
     if model.rotary_channels % 2 or model.rotary_channels < 2:
         why = f"RoPE rotates pairs of a head's {model.kv_channels} channels"
         refuse("rotary_percent", model.rotary_percent, "a share with an even number of channels", why)
-    if model.llama_4_scaling_beta is not None and model.rotary_base_local is not None:
-        refuse("llama_4_scaling_beta", model.llama_4_scaling_beta, "0", "windows have their own RoPE")
+    if model.llama_4_scaling_beta is not None:
+        others = {"rotary_base_local", "rotary_percent", "no_rope_freq"}.intersection(model.own_fields)
+        for field in sorted(others):
+            why = f"RoPE scales queries, all of them without {where(field)}"
+            refuse("llama_4_scaling_beta", model.llama_4_scaling_beta, "0", why)
 
 
 def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:

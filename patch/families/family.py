@@ -54,7 +54,7 @@ class Family:
     type_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """Keys for traits that only this family's config.json has."""
     flags: Set[str] = frozenset()
-    """The TRAIT_FIELDS in which its models differ."""
+    """The traits, which flags set, in which its models differ."""
     own_fields: Set[str] = frozenset()
     """The OWN_FIELDS that the class in transformers has."""
     numbers: Mapping[str, str] = field(default_factory=dict)
@@ -62,6 +62,8 @@ class Family:
     full_every: int | None = None
     """Every Nth layer has no window if no `layer_types` say it, or None if all layers are alike."""
     activation_key: str = "hidden_act"
+    scales_embedding: bool = False
+    """Whether the embedding of the class in transformers multiplies by `embedding_multiplier` itself."""
     local_base_key: str | None = None
     """Key of transformers 4 for `rotary_base_local`."""
     own_of_router: Set[str] = frozenset()

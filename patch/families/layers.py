@@ -43,7 +43,10 @@ def layers_with_rope(model: ModelConfig) -> Sequence[int]:
     if text is None:
         return every
     step = to_int(text)
-    without = every[step - 1 :: step] if step else _layers(text, model.num_layers, "no_rope_freq")
+    if step is None or step < 1:
+        without: Sequence[int] = _layers(text, model.num_layers, "no_rope_freq")
+    else:
+        without = every[step - 1 :: step]
     return [number for number in every if number not in without]
 
 

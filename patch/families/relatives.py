@@ -130,6 +130,7 @@ _CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 @dataclass(frozen=True, kw_only=True)
 class _Gemma(Family):
     activation_key: str = "hidden_activation"
+    scales_embedding: bool = True
 
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         """Embeddings get the root of the width; scores the inverse root of `query_pre_attn_scalar`."""

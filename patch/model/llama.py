@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from patch.config.schema import ModelConfig, RunConfig
 from patch.distributed.context_group import Zigzag
+from patch.families import family_called
 from patch.families.adapters import INSIDE
 from patch.families.selection import Selection
 from patch.features.backends import Backends
@@ -99,8 +100,8 @@ class LlamaModel(LanguageModule):
             # Set on the instance, because megatron-core builds this layer.
             layer = self.embedding.word_embeddings
             layer.forward = partial(look_up, layer)
-        self.embedding_noise = EmbeddingNoise()
-        if self.pre_process:  # before the norm, as in transformers
+        self.embedding_noise, is_scaled = EmbeddingNoise(), family_called(model.model_type).scales_embedding
+        if self.pre_process and not is_scaled:  # before norm and factor, which follow transformers' embedding
             self.embedding.register_forward_hook(self.embedding_noise)
         if traits.embedding_norm and self.pre_process:
             # The spec does not include the embedding. With SP the norm gets this rank's part of the tokens.
@@ -111,6 +112,8 @@ class LlamaModel(LanguageModule):
             dtype = builder.upstream.params_dtype
             factor = torch.tensor(model.embedding_multiplier, dtype=dtype, device="cpu").item()
             self.embedding.register_forward_hook(lambda embedding, inputs, output: output * factor)
+        if self.pre_process and is_scaled:
+            self.embedding.register_forward_hook(self.embedding_noise)
         self._of_logits, self._cap = 1.0 / model.logits_scaling, model.final_logit_softcapping
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)

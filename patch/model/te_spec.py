@@ -39,13 +39,21 @@ class TEAttention(TEDotProductAttention):
     """Transformer Engine's attention, and our attention, with `kernels`, for packed rows.
 
     TE takes packed sequences as one long row (`thd`); our rows keep their shape, see packed_sequences.py.
+    TE reads windows from `config`, and does not cap scores.
     """
 
     def __init__(
-        self, *, config: TransformerConfig, kernels: Sequence[AttentionKernel], **arguments: Any
+        self,
+        *,
+        config: TransformerConfig,
+        kernels: Sequence[AttentionKernel],
+        cap: None,
+        has_window: bool,
+        **arguments: Any,
     ) -> None:
         super().__init__(config=config, **arguments)
-        self.of_packed_rows = CausalAttention(config=config, kernels=kernels, **arguments)
+        own: dict[str, Any] = {"kernels": kernels, "cap": cap, "has_window": has_window}
+        self.of_packed_rows = CausalAttention(config=config, **own, **arguments)
 
     def forward(
         self, *tensors: Any, packed_seq_params: PackedSequences | None = None, **arguments: Any

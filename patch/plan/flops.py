@@ -92,7 +92,7 @@ def mean_pairs(lengths: Iterable[int], model: ModelConfig) -> float:
     """Return `attended_pairs` of a layer; the mean over all layers if only some have the window."""
     lengths, number = [*lengths], len(layers_with_window(model))
     if number in (0, model.num_layers):
-        return attended_pairs(lengths, model.window_size)
+        return attended_pairs(lengths, model.window_size if number else None)
     of_all, of_window = (attended_pairs(lengths, window) for window in (None, model.window_size))
     return of_all + (of_window - of_all) * number / model.num_layers
 

@@ -59,7 +59,7 @@ def test_changed_operation_is_named(found: dict[str, tuple | None], name: str) -
 
 
 @torch.no_grad()
-def _trace_bloom(rank: int, world_size: int, folder: Path) -> tuple | None:
+def _trace_plain(rank: int, world_size: int, folder: Path) -> tuple | None:
     from transformers import AutoModelForCausalLM
 
     from patch.alignment.trace import first_difference
@@ -76,5 +76,15 @@ def test_bias_that_a_layer_leaves_to_the_next_operation_is_part_of_its_result(tm
         for parameter in layer.self_attention.query_key_value.parameters():
             parameter.data.zero_()
     model.save_pretrained(tmp_path)
-    layer, operation, largest = run_distributed(_trace_bloom, 1, tmp_path)[0] or (0, "none", 0.0)
+    layer, operation, largest = run_distributed(_trace_plain, 1, tmp_path)[0] or (0, "none", 0.0)
     assert operation not in ("attention", "dense") and largest < 1e-5, (layer, operation, largest)
+
+
+@pytest.mark.parametrize("name", ["olmo-2", "gemma-3", "granite"])
+def test_operations_of_other_layers_are_those_of_transformers_but_for_rounding(
+    tmp_path: Path, name: str
+) -> None:
+    """Norms of all heads, and of transposed heads; an embedding that multiplies, and a factor after it."""
+    family_model(name, tmp_path)
+    layer, operation, largest = run_distributed(_trace_plain, 1, tmp_path)[0] or (0, "none", 0.0)
+    assert operation != "embed_tokens" and largest < 1e-5, (layer, operation, largest)

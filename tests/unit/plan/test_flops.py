@@ -11,7 +11,7 @@ from training_runs import CPU, build_seeded_run, build_stages
 
 from patch.config import RunConfig
 from patch.model import PackedSequences, initialize_weights
-from patch.plan.flops import attended_pairs, flops_per_step
+from patch.plan.flops import attended_pairs, flops_per_step, mean_pairs
 from patch.plan.timing.muon_time import orthogonalization_flops
 from patch.training.step import train_step
 
@@ -116,3 +116,9 @@ def test_attended_pairs_are_the_ones_of_the_masks(lengths: list[int], window: in
     visible = masks if window is None else [mask.triu(1 - window) for mask in masks]
     expected = sum(mask.sum().item() for mask in visible)
     assert attended_pairs(lengths, None if window is None else (window - 1, 0)) == expected
+
+
+@pytest.mark.parametrize(("skipped", "share"), [(None, 1.0), ("2", 0.5), ("1", 0.0)])
+def test_pairs_are_the_mean_over_layers_with_and_without_window(skipped: str | None, share: float) -> None:
+    model = small_run(window_size=(1, 0), window_attn_skip_freq=skipped).model
+    assert mean_pairs([8], model) == share * 15 + (1 - share) * 36

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
-from packed_runs import PACKED, PADDED, Talks, batches_of
+from hf_families import family_model, family_run
+from packed_runs import PACKED, PADDED, Talks, batches_of, build_untrained
 from small_runs import hf_llama, small_run
 from training_runs import build_seeded_run, save, seeded_batches, transformers_steps
 
@@ -121,3 +122,19 @@ def test_losses_are_those_of_transformers_with_this_noise_and_evaluation_has_non
 
 def test_resumed_steps_have_the_same_noise(ours: dict) -> None:
     assert ours["resumed"] == ours["losses"][2:STEPS]
+
+
+@torch.no_grad()
+def largest_noise(rank: int, world_size: int, folder: Path) -> float:
+    run = build_untrained(family_run(folder), folder)
+    embedding, noise, tokens = run.stages[0].embedding, run.stages[0].embedding_noise, torch.arange(64)[None]
+    plain = embedding(tokens, None)
+    noise.keys, noise.scales = tokens, torch.ones_like(tokens, dtype=torch.float32)
+    return (embedding(tokens, None) - plain).abs().max().item()
+
+
+@pytest.mark.parametrize(("name", "factor"), [("gemma-2", 1.0), ("granite", 12.0)])
+def test_noise_is_of_the_embedding_of_transformers(tmp_path: Path, name: str, factor: float) -> None:
+    """Gemma's embedding multiplies; Granite's model does, after the hook of NEFTune."""
+    family_model(name, tmp_path)
+    assert run_distributed(largest_noise, 1, tmp_path)[0] == pytest.approx(factor, rel=1e-2)
