@@ -61,7 +61,7 @@ def first_difference(
     """Return the first differing operation, in transformers' order, or None if all results are bit-equal."""
     device = next(ours.parameters()).device
     expected: dict[Operation, torch.Tensor] = {}
-    with _hooks_on(_hf_modules(theirs, model), expected.__setitem__):
+    with _hooks_on(_hf_modules(theirs, model, prompt.shape[1]), expected.__setitem__):
         theirs(prompt.to(device), use_cache=False)
     differing: dict[Operation, float] = {}
 
@@ -69,7 +69,8 @@ def first_difference(
         if not torch.equal(value, expected[operation]):
             differing[operation] = (value.double() - expected[operation].double()).abs().max().item()
 
-    with _hooks_on(_our_modules(ours, model), compare):
+    is_scaled = hasattr(theirs.get_input_embeddings(), "embed_scale")
+    with _hooks_on(_our_modules(ours, model, is_scaled), compare):
         ours(prompt.to(device), None, None)
     first = next((operation for operation in expected if operation in differing), None)
     return None if first is None else FirstDifference(*first, differing[first])
@@ -120,14 +121,16 @@ def _modules(model: ModelConfig) -> Iterator[tuple[WeightRow, int | None]]:
                 yield row, layer
 
 
-def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
-    """Operations of transformers' model that our model has too."""
+def _hf_modules(theirs: Any, model: ModelConfig, length: int) -> Iterator[_TracedModule]:
+    """Operations of transformers' model that our model has too; `length` is that of the prompt."""
 
     def reading(after: str, before: str | None = None) -> Reading:
         def read(inputs: Any, output: Any) -> Parts:
             given = {} if before is None else {before: inputs[0][0]}
-            # DeepSeek's latents are one head, [1, S, features].
-            return given | {after: _first_output(output)[0].squeeze(0).flatten(1)}
+            # DeepSeek's latents are one head, [1, S, features]; Gemma 3's norms get [heads, S, features].
+            value = _first_output(output)[0].squeeze(0)
+            value = value if value.shape[0] == length else value.transpose(0, 1)
+            return given | {after: value.flatten(1)}
 
         return read
 
@@ -145,11 +148,18 @@ def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
     yield _TracedModule(None, theirs.get_output_embeddings(), reading("lm_head"))
 
 
-def _our_modules(ours: LlamaModel, model: ModelConfig) -> Iterator[_TracedModule]:
-    """The same operations of our model, whose hidden states are [S, 1, H]."""
+def _our_modules(ours: LlamaModel, model: ModelConfig, is_scaled: bool) -> Iterator[_TracedModule]:
+    """The same operations of our model, whose hidden states are [S, 1, H].
+
+    Args:
+        is_scaled: whether the factor of embeddings is part of transformers' embedding (Gemma).
+    """
     layers, dtype = ours.decoder.layers, next(ours.parameters()).dtype
     embedding, num_vocab_rows = ours.embedding.word_embeddings, ours.num_vocab_rows
-    yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
+    if is_scaled:
+        yield _TracedModule(None, ours.embedding, lambda inputs, output: {"embed_tokens": output[:, 0]})
+    else:
+        yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
     if _has_one_table(model):
         yield _TracedModule(
             None, ours.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)}
@@ -170,7 +180,7 @@ def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
     names, before = [_operation(tensor) for tensor in row.hf], _INPUTS.get(row.name)
 
     def read(inputs: Any, output: Any) -> Parts:
-        value = _with_bias(output)[:, 0]
+        value = _with_bias(output)[:, 0].flatten(1)  # norms have heads
         given = {} if before is None else {before: inputs[0][:, 0]}
         match row.kind:
             case Kind.QKV:
@@ -180,7 +190,7 @@ def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
             case Kind.COLUMN_PARALLEL:
                 parts = list(value.chunk(len(names), dim=-1))
             case _:
-                parts = [value.flatten(1)]
+                parts = [value]
         return given | dict(zip(names, parts, strict=True))
 
     return read
