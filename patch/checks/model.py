@@ -97,7 +97,7 @@ def flags_are_of_the_layers(config: RunConfig, machine: MachineFacts) -> None:
             why = f"{its} ALiBi, whose further positions are not exact in 16 bits"
             expected = f"at most {ALIBI_POSITIONS}"
             refuse("max_position_embeddings", model.max_position_embeddings, expected, why)
-    if model.precision_align == "sdpa":
+    if model.precision_align == "sdpa" and traits.is_bloom_like:
         why = f"transformers computes {model.model_type}'s attention in one way"
         refuse("precision_align", "sdpa", "eager or none", why)
 
