@@ -105,6 +105,10 @@ class Conversation:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = "auto" if device == "cuda" else torch.float32  # bf16 is slow on most CPUs
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        if device == "cpu":
+            for parameter in model.parameters():
+                if parameter.dtype == torch.bfloat16:  # weights that were stored in fp8
+                    parameter.data = parameter.data.float()
         self._model = model.to(device).eval()
         self._streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._messages = [{"role": "system", "content": system}] if system else []

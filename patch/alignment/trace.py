@@ -61,7 +61,7 @@ def first_difference(
     """Return the first differing operation, in transformers' order, or None if all results are bit-equal."""
     device = next(ours.parameters()).device
     expected: dict[Operation, torch.Tensor] = {}
-    with _hooks_on(_hf_modules(theirs, model), expected.__setitem__):
+    with _hooks_on(_hf_modules(theirs, model, prompt.shape[1]), expected.__setitem__):
         theirs(prompt.to(device), use_cache=False)
     differing: dict[Operation, float] = {}
 
@@ -120,15 +120,15 @@ def _modules(model: ModelConfig) -> Iterator[tuple[WeightRow, int | None]]:
                 yield row, layer
 
 
-def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
-    """Operations of transformers' model that our model has too."""
+def _hf_modules(theirs: Any, model: ModelConfig, length: int) -> Iterator[_TracedModule]:
+    """Operations of transformers' model that our model has too; `length` is that of the prompt."""
 
     def reading(after: str, before: str | None = None) -> Reading:
         def read(inputs: Any, output: Any) -> Parts:
             given = {} if before is None else {before: inputs[0][0]}
-            value = _first_output(output)[0].squeeze(0)  # DeepSeek's latents are one head, [1, S, features]
-            if value.ndim == 3 and inputs[0].stride(1) < inputs[0].stride(2):
-                value = value.transpose(0, 1)  # Gemma 3 transposes before its norms of heads
+            # DeepSeek's latents are one head, [1, S, features]; Gemma 3's norms get [heads, S, features].
+            value = _first_output(output)[0].squeeze(0)
+            value = value if value.shape[0] == length else value.transpose(0, 1)
             return given | {after: value.flatten(1)}
 
         return read
@@ -177,7 +177,7 @@ def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
     names, before = [_operation(tensor) for tensor in row.hf], _INPUTS.get(row.name)
 
     def read(inputs: Any, output: Any) -> Parts:
-        value = _with_bias(output)[:, 0]
+        value = _with_bias(output)[:, 0].flatten(1)  # norms have heads
         given = {} if before is None else {before: inputs[0][:, 0]}
         match row.kind:
             case Kind.QKV:
@@ -187,7 +187,7 @@ def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
             case Kind.COLUMN_PARALLEL:
                 parts = list(value.flatten(1).chunk(len(names), dim=-1))
             case _:
-                parts = [value.flatten(1)]
+                parts = [value]
         return given | dict(zip(names, parts, strict=True))
 
     return read

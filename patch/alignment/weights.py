@@ -15,6 +15,7 @@ from patch.convert.hf_reader import HFFolder
 from patch.convert.live_weights import mapped_parameters
 from patch.families.adapters import hf_tensors
 from patch.families.weights import OUTPUT
+from patch.preflight.model_of_folder import further_layers
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -53,7 +54,9 @@ def compare_weights(
     differences: list[WeightDifference] = []
     rounded = False
     source = HFFolder(folder)
-    source.check(expected, unused=frozenset({OUTPUT} if is_tied else ()))
+    last = model.num_layers + further_layers(folder)
+    unused = frozenset({OUTPUT} if is_tied else ())
+    source.check(expected, unused=unused, further=range(model.num_layers, last))
     for weight in mapped_parameters([stage], model, tp_size=1):
         parts = weight.mapping.megatron_to_hf([weight.parameter.cpu()])
         ours = {tensor.name: part for tensor, part in zip(weight.mapping.hf, parts, strict=True)}

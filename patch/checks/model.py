@@ -97,7 +97,7 @@ def flags_are_of_the_layers(config: RunConfig, machine: MachineFacts) -> None:
             why = f"{its} ALiBi, whose further positions are not exact in 16 bits"
             expected = f"at most {ALIBI_POSITIONS}"
             refuse("max_position_embeddings", model.max_position_embeddings, expected, why)
-    if model.precision_align == "sdpa":
+    if model.precision_align == "sdpa" and traits.is_bloom_like:
         why = f"transformers computes {model.model_type}'s attention in one way"
         refuse("precision_align", "sdpa", "eager or none", why)
 
@@ -111,11 +111,11 @@ def layer_parts_fit(config: RunConfig, machine: MachineFacts) -> None:
             off = scalar_of(config, field)
             refuse(field, off, "none or 0", f"no layer has a window ({where('window_size')})")
     if not traits.has_rope:
+        if traits.qk_norm_of == "all heads":
+            refuse("position_embedding_type", "alibi", "rope", "norms over all heads are built for RoPE only")
         for field in ("no_rope_freq", "rotary_percent", "llama_4_scaling_beta", "rotary_base_local"):
             if field in model.own_fields:
                 refuse(field, scalar_of(config, field), "its default", "ALiBi is in place of RoPE")
-        if traits.qk_norm_of == "all heads":
-            refuse("position_embedding_type", "alibi", "rope", "norms over all heads are built for RoPE only")
     if model.rotary_channels % 2 or model.rotary_channels < 2:
         why = f"RoPE rotates pairs of a head's {model.kv_channels} channels"
         refuse("rotary_percent", model.rotary_percent, "a share with an even number of channels", why)

@@ -61,6 +61,8 @@ _NOT_BUILT = {
     "qwen3_5": "linear attention is not supported",
     "qwen3_5_text": "linear attention is not supported",
     "qwen3_5_moe": "linear attention is not supported",
+    "gemma3": "models with images are not supported, only text models (gemma3_text)",
+    "mistral3": "models with images are not supported, only text models (ministral3, mistral)",
 }
 """Known families that are refused -> reason."""
 _SAME_AS = {"kimi_k2": "deepseek_v3"}

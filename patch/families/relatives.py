@@ -227,6 +227,11 @@ class _Baichuan(Family):
         alibi = {"position_embedding_type": "alibi", "rotary_base": UNUSED_ROTARY_BASE}
         return fields if has_rope else {**fields, **alibi}
 
+    def computes(self, model: ModelConfig) -> bool:
+        """LLaMA with ALiBi, by a flag, has the same layers; its weights keep LLaMA's names."""
+        has_alibi = model.position_embedding_type == "alibi"
+        return super().computes(model) and (not has_alibi or model.model_type == self.model_type)
+
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         super().write_shape(described, model, fields)
         if model.position_embedding_type == "alibi":

@@ -1,5 +1,6 @@
 """What is wrong with a stored weight, in words; the oracle is the damage that was done."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
+from safetensors.torch import load_file, save_file
 from training_runs import build_stages
 
 LAYER = "model.layers.0."
@@ -93,3 +95,24 @@ def test_damage_is_named(found: dict[str, tuple], name: str) -> None:
 def test_rounding_is_told_and_is_no_difference(found: dict[str, tuple]) -> None:
     _, is_rounded, differences = found["nothing bf16"]
     assert is_rounded and differences == []
+
+
+def _compare_alone(rank: int, world_size: int, folder: Path) -> tuple:
+    from patch.alignment.weights import compare_weights
+    from patch.convert import import_hf
+
+    config = family_run(folder, precision="fp32")
+    groups, (stage,) = build_stages(config)
+    import_hf([stage], folder, config.model, groups)
+    return tuple(compare_weights(stage, config.model, folder, is_tied=False))
+
+
+def test_layers_of_further_tokens_are_no_fault_of_the_folder(tmp_path: Path) -> None:
+    model = family_model("moonlight", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    further = {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}
+    save_file(weights | further, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    num_tensors, _, differences = run_distributed(_compare_alone, 1, tmp_path)[0]
+    assert num_tensors == len(weights) and differences == [] and model.config.num_hidden_layers == 3

@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from hf_families import family_model, family_run
+from llama3_tokenizer import build_tiny_tokenizer
 from packed_runs import build_untrained
 from refusals import refused
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from patch.convert import ConversionError, hf_to_mcore, iter_hf_weights, mcore_to_hf
 from patch.errors import ConfigError
 from patch.preflight.weight_files import WeightHeaders, check_headers
+from toolkits.chat import Conversation
 
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 136}
 """Not multiples of a block of 128."""
@@ -71,6 +73,13 @@ def test_weights_in_fp8_are_those_of_plain_torch_in_a_model_and_in_a_checkpoint(
     for name, each in expected.items():
         assert back[name].dtype == each.dtype and torch.equal(back[name], each), name
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_chat_takes_weights_in_fp8_on_a_cpu(tmp_path: Path) -> None:
+    family_model("deepseek-v3", tmp_path, vocab_size=512, **SIZES)
+    in_fp8(tmp_path)
+    build_tiny_tokenizer(tmp_path)
+    assert isinstance(Conversation(tmp_path, None, 2).answer("hello"), str)
 
 
 def test_scales_of_other_blocks_are_refused(tmp_path: Path) -> None:

@@ -82,6 +82,12 @@ def test_weights_have_the_names_and_shapes_of_transformers_and_give_the_family(t
 
 
 
+def test_llama_with_alibi_is_not_baichuan_whose_weights_have_other_names(tmp_path):
+    hf_families.family_model("llama-3", tmp_path)
+    model = hf_families.family_run(tmp_path, position_embedding_type="alibi", rotary_base=10000.0).model
+    assert model.model_type == "llama" and family_of(model) is None
+    assert family_of(dataclasses.replace(model, model_type="baichuan")) is FAMILIES["baichuan"]
+
 
 # total parameters as the model cards and papers give them, in billions
 PUBLIC_BILLIONS = {
