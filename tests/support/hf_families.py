@@ -182,7 +182,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
             "attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0,
-            "rope_parameters": _plain_rope(1e6) | {"partial_rotary_factor": 1.0},
+            "rope_parameters": _plain_rope(1e6) | {"partial_rotary_factor": 0.5},
         },
     ),
     "deepseek-v3": (
