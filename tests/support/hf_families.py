@@ -250,6 +250,9 @@ def family_model(
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.05)
     model = model.to(dtype or torch.float32)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # float32 in published folders
+            buffer.data = buffer.float()
     if folder is not None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         if spelling == 4:
