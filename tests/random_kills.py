@@ -63,7 +63,13 @@ KINDS["host"] = KINDS["disk"] | {
     "data_parallel_sharding": "parameters", "param_persistence_threshold": 100,
     "cpu_offloading_weights": True,
 }  # fmt: skip
-"""Kinds of runs: plain, with adapters, with states on a disk, also with weights in host memory."""
+KINDS["biases"] = {
+    "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01,
+    "expert_model_parallel_size": 2,
+}  # fmt: skip
+"""Kinds of runs: plain, with adapters, with states on a disk, also with weights in host memory, with biases
+of experts."""
 
 
 def settings(output: Path, *, is_async: bool, interval: int, kind: str) -> dict[str, Any]:

@@ -142,7 +142,6 @@ class _DeepSeek(DeepSeekExperts):
         described |= {key: getattr(model, name) for name, key in sizes.items() if name in fields}
 
 
-_WHOLE_ROPE = {"partial_rotary_factor": 1.0}
 _GLM_FLAGS = {"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"}
 
 
@@ -150,10 +149,6 @@ class _Glm(DeepSeekExperts):
     """DeepSeek's experts after attention of grouped heads, which may have biases and norms."""
 
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
-        rope = config.values.get("rope_parameters") or {}
-        share = rope.get("partial_rotary_factor", config.number("partial_rotary_factor"))
-        if share != 1:
-            config.refuse("partial_rotary_factor", share, "1.0: RoPE of a part of a head is not supported")
         flags = {name: config.boolean(key, False) for name, key in _GLM_FLAGS.items()}
         return super().read_config(config) | flags
 
@@ -163,9 +158,6 @@ class _Glm(DeepSeekExperts):
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         super().write_shape(described, model, fields)
         described |= {key: getattr(model, name) for name, key in _GLM_FLAGS.items() if name in fields}
-        described |= _WHOLE_ROPE
-        if "rope_parameters" in described:
-            described["rope_parameters"] |= _WHOLE_ROPE
 
 
 def _check_quantization(config: ConfigReader) -> None:
@@ -269,7 +261,17 @@ GLM4_MOE = _Glm(
     architecture="Glm4MoeForCausalLM",
     traits=Traits(),
     flags=frozenset(_GLM_FLAGS),
+    own_fields=frozenset({"rotary_percent"}),
     rows=_ROWS,
     expert_keys=EXPERT_KEYS,
     own_of_router=frozenset({"logits", "weights", "unsorted"}),
+    presets={
+        "glm-4.5-air": preset(
+            46, 4096, 10944, 96, 8, **V3_ROUTER, kv_channels=128, vocab_size=151552, norm_epsilon=1e-5,
+            max_position_embeddings=131072, rotary_base=1e6, rotary_percent=0.5, add_qkv_bias=True,
+            untie_embeddings_and_output_weights=True, num_experts=128, moe_router_topk=8,
+            moe_ffn_hidden_size=1408, moe_shared_expert_intermediate_size=1408,
+            moe_layer_freq="[0]*1+[1]*45",
+        ),
+    },
 )  # fmt: skip

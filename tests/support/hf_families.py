@@ -182,7 +182,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
             "attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0,
-            "rope_parameters": _plain_rope(1e6) | {"partial_rotary_factor": 1.0},
+            "rope_parameters": _plain_rope(1e6) | {"partial_rotary_factor": 0.5},
         },
     ),
     "deepseek-v3": (
@@ -250,6 +250,9 @@ def family_model(
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.05)
     model = model.to(dtype or torch.float32)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # float32 in published folders
+            buffer.data = buffer.float()
     if folder is not None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         if spelling == 4:

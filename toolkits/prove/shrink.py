@@ -301,7 +301,7 @@ def _widths(run: RunConfig, sizes: Sizes, head_size: int) -> dict[str, Any]:
         values |= {
             "num_experts": min(model.num_experts, number), "moe_router_topk": min(model.moe_router_topk, 2),
             "moe_ffn_hidden_size": model.moe_ffn_hidden_size and 3 * head_size,
-            "moe_shared_expert_intermediate_size": shared_width and 4 * head_size,
+            "moe_shared_expert_intermediate_size": shared_width and 6 * head_size,
             "moe_router_num_groups": model.moe_router_num_groups and 2,
             "moe_router_group_topk": model.moe_router_group_topk and 1,
             "moe_expert_capacity_factor": run.experts.moe_expert_capacity_factor and float(number),

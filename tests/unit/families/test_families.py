@@ -97,7 +97,7 @@ PUBLIC_BILLIONS = {
     "llama2-70B": 68.98, "llama1-7B": 6.74, "llama1-13B": 13.0, "llama1-30B": 32.5, "llama1-65B": 65.2,
     "8x7B": 46.7, "A2.7B": 14.3, "57B-A14B": 57.4, "30B-A3B": 30.5, "235B-A22B": 235.1,
     "deepseek-v2-lite": 15.7, "deepseek-v2": 235.7,
-    "moonlight-16B-A3B": 15.96, "deepseek-v3": 671.0, "kimi-k2": 1026.0,
+    "moonlight-16B-A3B": 15.96, "deepseek-v3": 671.0, "kimi-k2": 1026.0, "glm-4.5-air": 106.85,
 }  # fmt: skip
 
 
@@ -157,6 +157,14 @@ PUBLISHED = {
         "routed_scaling_factor": 2.446, "max_position_embeddings": 8192, "rope_theta": 50000.0,
         "rope_scaling": None, "vocab_size": 163840, "num_nextn_predict_layers": 0,
         "quantization_config": None,
+    },
+    "glm-4.5-air": {
+        "model_type": "glm4_moe", "attention_bias": True, "hidden_size": 4096, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "n_routed_experts": 128, "num_hidden_layers": 46, "head_dim": 128,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "use_qk_norm": False, "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1.0, "max_position_embeddings": 131072, "rope_theta": 1000000,
+        "rope_scaling": None, "partial_rotary_factor": 0.5, "vocab_size": 151552,
+        "num_nextn_predict_layers": 1, "quantization_config": None,
     },
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from patch.convert.mappings import TPShard
 from patch.training.setup import Run
 from patch.training.step import run_schedule
 
-NAMES = ("llama-3.1", "bloom", "qwen-2-moe-mixed", "deepseek-v2")
+NAMES = ("llama-3.1", "bloom", "qwen-2-moe-mixed", "deepseek-v2", "glm-4.5")
 CHANGES: dict[str, Any] = {"lora_rank": 3, "lora_alpha": 5.0, "lora_rslora": True}
 BOUND = 1e-5
 """Of a gradient, relative to the largest of its values: sums in another order. Largest measured: 2e-6."""

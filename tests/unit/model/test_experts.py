@@ -119,15 +119,28 @@ AUX, Z = 0.3, 0.2
 MICRO_BATCHES = 2
 
 
-GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_pre_softmax": True}
+GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "groups": {**GROUPS, "moe_router_pre_softmax": True},
+    "sigmoid": {
+        **GROUPS, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    },
+}  # fmt: skip
 
 
-def formula(kind: str, logits: torch.Tensor, *, has_groups: bool = False) -> torch.Tensor:
-    """The loss of one micro-batch's logits [S, B, experts] in plain torch; of two groups one is chosen."""
+def formula(kind: str, logits: torch.Tensor, router: str) -> torch.Tensor:
+    """The loss of one micro-batch's logits [S, B, experts] in plain torch; of two groups one is chosen.
+
+    With sigmoids, scores are shares of a token's sum, and choices ignore groups and biases
+    (arXiv:2412.19437, equations 17 to 20).
+    """
     if kind == "z":
         return Z * logits.logsumexp(-1).square().mean()
     probabilities = logits.softmax(-1)
-    if has_groups:
+    if router == "sigmoid":
+        probabilities = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    if router == "groups":
         first, second = (group.amax(-1, keepdim=True) for group in logits.chunk(2, -1))
         is_first = torch.arange(NUM_EXPERTS) < NUM_EXPERTS // 2
         logits = logits.where(is_first == (first > second), -math.inf)
@@ -137,12 +150,14 @@ def formula(kind: str, logits: torch.Tensor, *, has_groups: bool = False) -> tor
     return AUX * NUM_EXPERTS * (loads * means).sum(-1).mean()
 
 
-def gradients_of_losses(rank: int, world_size: int, kind: str, has_groups: bool) -> list[np.ndarray]:
+def gradients_of_losses(rank: int, world_size: int, kind: str, name: str) -> list[np.ndarray]:
     """Of a router's weight, by our layer and by the formula; what the layer counted, and should have."""
     changes: dict[str, Any] = {"micro_batch_size": ROWS, "global_batch_size": ROWS * MICRO_BATCHES}
     loads = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": AUX}
     changes |= {"moe_z_loss_coeff": Z} if kind == "z" else loads
-    router = moe_layer(**changes, **(GROUPS if has_groups else {})).router
+    router = moe_layer(**changes, **ROUTERS[name]).router
+    if router.expert_bias is not None:
+        router.expert_bias[:] = torch.tensor([1.0, -1.0, 0.0, 2.0])
     weight = router.weight.detach().double().requires_grad_()
     expected = torch.zeros(())
     for number in range(MICRO_BATCHES):
@@ -150,7 +165,7 @@ def gradients_of_losses(rank: int, world_size: int, kind: str, has_groups: bool)
         weights, _ = router(states)
         (weights * 0).sum().backward()  # the losses alone
         logits = states.double() @ weight.t()
-        expected = expected + formula(kind, logits, has_groups=has_groups) / MICRO_BATCHES
+        expected = expected + formula(kind, logits, name) / MICRO_BATCHES
     expected.backward()
     counted = router.counts[EXTRA_STATS.index("z_loss" if kind == "z" else "aux_loss") - 3]
     factor = Z if kind == "z" else AUX
@@ -158,12 +173,12 @@ def gradients_of_losses(rank: int, world_size: int, kind: str, has_groups: bool)
     return [value.numpy() for value in pairs]
 
 
-KINDS = [("z", False), *itertools.product(("aux_loss", "seq_aux_loss"), (False, True))]
+KINDS = [("z", "plain"), *itertools.product(("aux_loss", "seq_aux_loss"), ROUTERS)]
 
 
-@pytest.mark.parametrize(("kind", "has_groups"), KINDS)
-def test_a_loss_of_the_router_is_the_mean_of_its_formula_over_a_step(kind: str, has_groups: bool) -> None:
-    (found,) = run_distributed(gradients_of_losses, 1, kind, has_groups)
+@pytest.mark.parametrize(("kind", "router"), KINDS)
+def test_a_loss_of_the_router_is_the_mean_of_its_formula_over_a_step(kind: str, router: str) -> None:
+    (found,) = run_distributed(gradients_of_losses, 1, kind, router)
     gradient, expected, counted, loss = found
     assert np.abs(expected).max() > 1e-4
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)

@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = (
     "odd", "llama-3.1", "llama-1", "llama-3.2", "llama-yarn", "mistral-0.1", "mistral-nemo", "qwen-2",
     "qwen-3", "mixtral", "qwen-2-moe", "qwen-2-moe-mixed", "qwen-3-moe", "deepseek-v2-lite", "deepseek-v2",
-    "moonlight", "deepseek-v3", "glm-4.5",
+    "moonlight", "deepseek-v3",
 )  # fmt: skip
 """As many groups as heads, fewer, tied, scaled cosines, a window, a scale that is no power of two,
 biases, norms of heads; experts with weights in float32, with a shared one and its gate, in some layers."""

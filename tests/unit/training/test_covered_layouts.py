@@ -114,6 +114,13 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
             "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.0,
             "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.05,
         },
+        "glm-4.5": {
+            "model_type": "glm4_moe", "rotary_percent": 0.5, "use_rope_scaling": False, "add_qkv_bias": True,
+            "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 24,
+            "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": 2, "moe_router_group_topk": 1,
+            "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.05,
+        },
     },
     "EP": {"1": {}, "2": {"expert_model_parallel_size": 2}},
     "ETP": {"-": {}} | {size: {"expert_tensor_parallel_size": int(size)} for size in "12"},
@@ -133,7 +140,7 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
         "muon": {"optimizer": "muon", "muon_scale_mode": "shape_scaling"},
     },
 }  # fmt: skip
-WITH_EXPERTS = ("mixtral", "qwen-moe", "deepseek")
+WITH_EXPERTS = ("mixtral", "qwen-moe", "deepseek", "glm-4.5")
 CHANGE_SUMS = {
     *("TP", "PP", "VPP", "stages", "CP", "by", "SP", "instances", "packing", "model", "EP", "ETP", "tokens"),
     *("LoRA", "objective"),
