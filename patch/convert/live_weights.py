@@ -33,11 +33,14 @@ from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
 from patch.families.weights import BUFFERS, table_name
+from patch.logger import get_logger
 from patch.model.nf4_product import dense_shape, dequantize, quantize, scale_table
 from patch.storage.places import StrPath, local_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_logger = get_logger(__name__)
 
 Receivers = Literal["all", "first", "stage"]
 """The ranks that receive the tensors of `iter_hf_weights`."""
@@ -341,6 +344,8 @@ def import_hf(
         if not (folder / "config.json").is_file():
             raise ConversionError(f"{folder} has no config.json, expected the folder of a Hugging Face model")
         source = open_checked(folder, model, next(stages[0].parameters()).dtype, "PR, --precision")
+        if source.further:
+            _logger.info("%s: its MTP layers are not trained; exports of this run will lack them", folder)
         for each in mapped_parameters(stages, model, shard.size, experts):
             slices = [source[tensor.name] for tensor in each.mapping.hf]
             target, is_dense = each.parameter, each.parameter.is_floating_point()

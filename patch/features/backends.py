@@ -30,7 +30,7 @@ from patch.config.fields import with_values
 from patch.config.positions import where
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
-from patch.families import TransformerImpl, traits_of
+from patch.families import TransformerImpl, attended_channels, traits_of
 from patch.families.adapters import are_experts_single
 from patch.features.table import CONFLICTS, ENGINE, WITHOUT_TP_OVERLAP
 
@@ -75,11 +75,15 @@ FlashVersion = Literal["FA2", "FA3", "FA4"]
 """FlashAttention of torch's operations; FA3 and FA4 are packages that replace torch's own FA2."""
 
 _HOPPER = 9
+_LARGEST_HEAD = 256
+"""Channels of a head that flash-attn 2 supports."""
 _FLASH_PACKAGES: dict[FlashVersion, tuple[str, int]] = {
     "FA3": ("flash_attn_3", _HOPPER),
     "FA4": ("flash_attn_4", 10),
 }
 """Package (name in MachineFacts) and major compute capability of the GPUs where it is used."""
+FLASH_PACKAGES = frozenset(package for package, _ in _FLASH_PACKAGES.values())
+"""Packages that may fail to load."""
 _CUDNN_FIRST = (9, 10)
 """Major compute capabilities where cuDNN is torch's fastest attention: Hopper and server Blackwell."""
 
@@ -175,11 +179,6 @@ def flash_version(model: ModelConfig, machine: MachineFacts) -> FlashVersion:
     return "FA2"
 
 
-def flash_package(version: FlashVersion) -> str:
-    """Return the package (name in MachineFacts) of FA3 or FA4."""
-    return _FLASH_PACKAGES[version][0]
-
-
 def _may_replace_flash(model: ModelConfig, machine: MachineFacts) -> bool:
     is_asked = model.attention_backend in ("auto", "flash", "fused")
     return bool(machine.cuda_devices) and model.precision_align is None and is_asked
@@ -205,7 +204,8 @@ def attention_order(config: RunConfig, machine: MachineFacts) -> tuple[Attention
         return ("math",)
     flash: tuple[AttentionKernel, ...] = ("flash",)
     is_version_2 = flash_version(model, machine) == "FA2"
-    if is_version_2 and "flash_attn" in machine.libraries and _may_replace_flash(model, machine):
+    has_package = "flash_attn" in machine.libraries and attended_channels(model) <= _LARGEST_HEAD
+    if is_version_2 and has_package and _may_replace_flash(model, machine):
         flash = ("flash_attn", "flash")
     is_cudnn_first = machine.compute_capability[0] in _CUDNN_FIRST and is_version_2
     if config.training.deterministic_mode:

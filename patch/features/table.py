@@ -180,6 +180,7 @@ CONFLICTS: tuple[Conflict, ...] = (
              "--tp-comm-overlap needs our own layers; Transformer Engine's need user buffers for it"),
     Conflict(ENGINE, FP8_GATHER, f"{where('fp8_param_gather')} needs our own layers"),
     Conflict(LATENTS, OTHER_LAYERS, f"{_ITS} parts that latent attention lacks"),
+    Conflict(HOST_ACTIVATIONS, CAPPED, "backward computes the scores again from queries and keys on the GPU"),
     Conflict(RING, CAPPED, "the kernels of a ring cannot cap scores",
              f"1, or a2a at {where('cp_comm_type')}, which needs heads that CP divides"),
     Conflict(QKV_BIAS, LATENTS, _LATENT),

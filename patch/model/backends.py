@@ -18,12 +18,12 @@ from patch.device import MachineFacts
 from patch.distributed.collectives import all_gather_object
 from patch.families import attended_channels
 from patch.features.backends import (
+    FLASH_PACKAGES,
     AttentionKernel,
     Backends,
     FlashVersion,
     attention_order,
     choose_backends,
-    flash_package,
     flash_version,
 )
 from patch.logger import get_logger
@@ -50,9 +50,9 @@ def backends_on(
     if not machine.cuda_devices:
         return choose_backends(config, machine)
     model, cp_size = config.model, groups.cp.size()
-    version = flash_version(model, machine)
-    if _activate_flash(version) is not None:
-        machine = dataclasses.replace(machine, libraries=machine.libraries - {flash_package(version)})
+    if any(all_gather_object(_activate_flash(flash_version(model, machine)) is not None)):
+        machine = dataclasses.replace(machine, libraries=machine.libraries - FLASH_PACKAGES)
+        _activate_flash("FA2")
     is_engine = model.transformer_impl == "transformer_engine" and model.attention_backend != "local"
     is_ring = cp_size > 1 and config.parallel.cp_comm_type == "p2p"
     has_own = is_engine and cp_size == 1
@@ -139,7 +139,7 @@ def _activate_flash(version: FlashVersion) -> Exception | None:
         try:
             attention.activate_flash_attention_impl(version)
         except (ImportError, OSError, RuntimeError, ValueError) as error:
-            said = "%s failed to load and is not used: %s; reinstall it for this torch version"
-            _logger.warning(said, flash_package(version), error)
+            said = "flash-attn %s failed to load and is not used: %s; reinstall it for this torch version"
+            _logger.warning(said, version[-1], error)
             return error
     return None

@@ -115,6 +115,8 @@ def _gradient_bytes(config: RunConfig, *, cuda: bool) -> int:
     mlp, num_chunks = widths(model, "mlp", tp_size), config.training.mlp_chunks_for_training
     at_once = mlp.out_features + (sum(mlp) if num_chunks > 1 else 0)
     gradients = int(tokens * at_once * size / num_chunks)
+    if num_chunks > 1:  # autograd adds up a gradient, or its dummy, of each chunk
+        gradients += int(model.hidden_size * mlp.out_features * size)
     gradients += 2 * tokens * model.hidden_size * size if config.parallel.sequence_parallel else 0
     if model.num_experts:  # inputs and outputs of experts; recomputed activation, its gradient, the product
         # On a CPU only one expert at a time has them; single experts have already kept half.

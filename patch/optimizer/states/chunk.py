@@ -295,8 +295,8 @@ class ChunkManager:
             TrainingError: the disk is full or fails.
         """
         if is_streamed is not None and self._copier is not None:
+            chunk.reset_device(self._pinned if is_streamed else HOST, self._copier, is_host=True)
             chunk.is_streamed = is_streamed
-            chunk.reset_device(self._host_memory(chunk), self._copier, is_host=True)
         if to_host != chunk.is_on_host:
             assert self._copier is not None, "these chunks never move"
             try:

@@ -214,9 +214,11 @@ class Kto(AnswerObjective, ReferenceObjective):
 
     def losses(self, of: Scores) -> torch.Tensor:
         """Return the loss of each answer; NaN if its mismatched answer is not finite."""
-        training, sign, number = self.config.training, *of.batch.of_sequences.values()
+        training = self.config.training
+        sign, number = (of.batch.of_sequences[name] for name in ("sign", "number"))
         losses = 1 - torch.sigmoid(sign * training.dpo_beta * (of.values - self._kl))
-        losses = losses.masked_fill(torch.isin(number, self._lost.to(number.device)), math.nan)
+        is_lost = (sign != 0) & torch.isin(number, self._lost.to(number.device))
+        losses = losses.masked_fill(is_lost, math.nan)
         return torch.where(sign > 0, training.desirable_weight, training.undesirable_weight) * losses
 
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
