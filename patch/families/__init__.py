@@ -134,7 +134,6 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
     `model_type` is preferred (LLaMA; Mistral without a window), then the model's own family.
     """
     traits, slides = traits_of(model), model.window_size is not None
-
     matching = {
         name: family
         for name, family in FAMILIES.items()

@@ -112,6 +112,7 @@ class Backends:
     attention: tuple[AttentionKernel, ...]
     """Kernels in order of preference on CUDA; empty on a CPU, which has a single kernel."""
     flash: FlashVersion
+    """FlashAttention of SDPA, varlen_attn and ring attention."""
     is_fused: bool
     """Whether RoPE, activations and loss use the kernels of `patch/model/kernels`, not torch operations."""
     is_grouped: bool

@@ -151,7 +151,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "wide, pipeline of 4": _OF_8 | {"pp": 4},
     "wide, all-to-all of 4": _OF_8 | ALL_TO_ALL | {"cp": 4},
 }
-"""As OTHERS, for 8 ranks: groups of more than two, where a rank's two neighbours are not the same."""
+"""As OTHERS, for 8 ranks: in groups of more than two, a rank sends to one and receives from another."""
 if NUM_RANKS >= 8:
     OTHERS |= WIDE
 RESUMED: dict[str, dict[str, Any]] = {
@@ -270,7 +270,7 @@ def all_layouts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[st
 
 
 def wide_layouts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
-    """What 8 ranks can do and two cannot."""
+    """Return the parts for 8 ranks, by name."""
     return {name: partial(train, context, **changes) for name, changes in WIDE.items()}
 
 

@@ -38,11 +38,15 @@ class HostedChunks(NamedTuple):
     spare_bytes: int
     """Host memory of this process without the states."""
 
-    def make_states(self, memory: Allocator) -> dict[str, Chunk]:
-        """Allocate buffers in `memory` for the states of any chunk."""
-        return {
-            name: Chunk(self.size // elements_of(name), memory, dtype) for name, dtype in self.dtypes.items()
-        }
+    def make_states(self, memory: Allocator, states: dict[str, Chunk] | None = None) -> dict[str, Chunk]:
+        """Allocate buffers in `memory` for the states of any chunk.
+
+        `states` gets them one by one, so that the caller can free them if memory runs out.
+        """
+        states = {} if states is None else states
+        for name, dtype in self.dtypes.items():
+            states[name] = Chunk(self.size // elements_of(name), memory, dtype)
+        return states
 
 
 class InputBuffers:

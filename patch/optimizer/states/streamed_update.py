@@ -16,7 +16,6 @@ from patch.compat.torch_internals import region
 from patch.layout.buckets import NUM_STREAMED
 from patch.memory import Event, Joinable
 from patch.optimizer.kernels import AdamKernel, AdamScalars
-from patch.optimizer.kernels.low_bit_moments import elements_of
 from patch.optimizer.states.chunk import Chunk, StateChunk
 from patch.optimizer.states.host_buffers import HostedChunks
 from patch.optimizer.states.host_update import item_of
@@ -64,9 +63,7 @@ class StreamedUpdates:
                 chunk.memory.free(chunk.data)
         while len(self._buffers) < min(num_chunks, NUM_STREAMED):
             self._buffers.append(_Buffer())  # at once, so that memory may run out below
-            for name, dtype in self._hosted.dtypes.items():
-                size = self._hosted.size // elements_of(name)
-                self._buffers[-1].states[name] = Chunk(size, self._device, dtype)
+            self._hosted.make_states(self._device, self._buffers[-1].states)
 
     def start_step(self, expected: Sequence[AdamScalars]) -> None:
         """Do nothing: updates begin with `start_updates`."""

@@ -36,7 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-3, recomputed": {"dp": 2, "data_parallel_sharding": "parameters", "recompute_granularity": "full"},
 }
 SAME = (*PACKED, "lora_rank", "lora_alpha")
-"""What the run of one process has too."""
+"""Settings of a run of several processes that the run of one process has too."""
 BOUND = 2e-6
 
 
