@@ -1,8 +1,8 @@
 """Find one-line mutations that the tests do not notice: `python tests/mutations.py`, 45 minutes at most.
 
 Each mutation changes one comparison, sum, condition or number of a module of `patch/`, in a copy of this
-clone. The tests of its package run first, the long ones last, and stop at the first failure. If they notice
-nothing, the short tests of the other packages run. Mutations are drawn evenly over the packages from a seed.
+clone. Tests stop at the first failure: first the files named like the module, then its package, then the
+other packages, then the long tests of its package. Mutations are drawn evenly over the packages from a seed.
 
     python tests/mutations.py --number 60 --seed 0 --json before.json
     python tests/mutations.py --number 4 --rooms plan config --first-only
@@ -120,10 +120,11 @@ def killer(copy: Path, mutation: Mutation, end: float, *, first_only: bool) -> s
     room = f"tests/unit/{mutation.room}"
     try:
         own = room if mutation.room and (copy / room).is_dir() else "tests/unit"
-        found = _failed(copy, [own], end) or _failed(copy, [own], end, marked="long and not gpu")
+        named = sorted(str(test) for test in (copy / own).glob(f"**/test_*{Path(mutation.path).stem}*.py"))
+        found = _failed(copy, [*named, own], end)
         if found is None and not first_only and own != "tests/unit":
             found = _failed(copy, ["tests", f"--ignore={room}"], end)
-        return found
+        return found or _failed(copy, [own], end, marked="long and not gpu")
     finally:
         file.write_text(text, encoding="utf-8")
 
@@ -132,8 +133,8 @@ def _failed(
     copy: Path, arguments: list[str], end: float, marked: str = "not gpu and not long"
 ) -> str | None:
     command = [
-        str(ROOT / ".venv/bin/python"), "-m", "pytest", "-x", "-m", marked, "-n", "2",
-        "--dist", "loadfile", "-p", "no:cacheprovider", *arguments,
+        str(ROOT / ".venv/bin/python"), "-m", "pytest", "-x", "-m", marked, "-p", "no:cacheprovider",
+        *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     seconds = min(TEST_S, end - time.monotonic())
