@@ -25,7 +25,7 @@ from patch.distributed.context_group import Zigzag
 from patch.distributed.groups import shutdown
 from patch.errors import DataError
 from patch.logger import get_logger
-from patch.model import LikeliestTokens, LlamaModel, PackedSequences
+from patch.model import LikeliestTokens
 from patch.storage.teacher_store import TeacherWriter
 from patch.text import size_text
 from patch.training.evaluation import evaluating, forward_only, global_batches
@@ -40,13 +40,12 @@ _logger = get_logger(__name__)
 class _Teacher(Objective):
     """Reports the results of `likeliest_tokens`; nothing is learned."""
 
-    asked: LikeliestTokens
-    """The question about each token with a loss; the mask is that of the batch."""
+    def __init__(self, config: RunConfig, top_k: int, temperature: float) -> None:
+        super().__init__(config)
+        self._top_k, self._temperature = top_k, temperature
 
-    def forward(
-        self, model: LlamaModel, batch: Batch, packed: PackedSequences | None, gradient: float
-    ) -> torch.Tensor:
-        return self.forward_with(self.asked._replace(mask=batch.loss_mask), model, batch, packed)
+    def asked(self, batch: Batch, gradient: float) -> LikeliestTokens:
+        return LikeliestTokens(batch.loss_mask, self._top_k, self._temperature)
 
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
         """Return the output itself, and a zero loss that upstream's schedules require."""
@@ -63,8 +62,7 @@ def write_store(config: RunConfig, folder: Path, top_k: int, temperature: float)
         PatchError: weights, tokenizer or data cannot be read, or the store cannot be written; on all ranks.
     """
     run = run_of_weights(config)
-    run.data.objective = objective = _Teacher(config)
-    objective.asked = LikeliestTokens(torch.empty(0), top_k, temperature)
+    run.data.objective = objective = _Teacher(config, top_k, temperature)
     source = objective.build_datasets(run.tokenizer, partial(_num_samples, config)).train
     facts = {
         "teacher": str(config.checkpoint.load), "vocab_size": config.model.vocab_size,

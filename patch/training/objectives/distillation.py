@@ -18,7 +18,7 @@ from patch.data.pretraining.provenance import vocabulary_hash
 from patch.data.samples import SampleSource
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConfigError, DataError
-from patch.model import LlamaModel, LossMask, PackedSequences, TeacherTokens
+from patch.model import LossMask, TeacherTokens
 from patch.preflight.data_record import SetRecord
 from patch.storage.teacher_store import TeacherRows
 from patch.training.objectives.objective import Objective
@@ -114,14 +114,12 @@ class Distillation(Objective):
         store = SetRecord(rows.folder, index, "", {"the teacher's store": index}, reads_clock=False)
         return sets._replace(train=train, records=[*sets.records, store])
 
-    def forward(
-        self, model: LlamaModel, batch: Batch, packed: PackedSequences | None, gradient: float
-    ) -> torch.Tensor:
+    def asked(self, batch: Batch, gradient: float) -> LossMask:
         """See `Objective`. Batches of an evaluation have no teacher."""
         data, teacher = self.config.data, None
         if (taught := batch.extra_tensors.get(_TEACHER)) is not None:
             teacher = TeacherTokens(taught, data.distill_alpha, data.distill_temperature)
-        return self.forward_with(LossMask(batch.loss_mask, gradient, teacher), model, batch, packed)
+        return LossMask(batch.loss_mask, gradient, teacher)
 
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
         """Return means over tokens of the loss and its parts; an evaluation has cross entropy alone."""

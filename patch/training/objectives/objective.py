@@ -14,7 +14,7 @@ from patch.config.schema import RunConfig
 from patch.data import Batch, BatchReader, DataSets, Sample, build_datasets, collate
 from patch.data.samples import SampleSource
 from patch.distributed.context_group import Zigzag
-from patch.model import LikeliestTokens, LlamaModel, LossMask, PackedSequences, sum_aligned
+from patch.model import LikeliestTokens, LlamaModel, LossMask, PackedSequences, ScoredTokens, sum_aligned
 from patch.storage.names import DATA_INDEX_FOLDER
 
 if TYPE_CHECKING:
@@ -125,22 +125,14 @@ class Objective:
             packed: the sequences of packed rows.
             gradient: the gradient that backward gets for the sum of losses: loss scale / divisor.
         """
-        known = None if self.has_token_losses else gradient
-        learned = None if self._is_aligned else LossMask(batch.loss_mask, known)
-        return self.forward_with(learned, model, batch, packed)
-
-    def forward_with(
-        self,
-        asked: LossMask | LikeliestTokens | None,
-        model: LlamaModel,
-        batch: Batch,
-        packed: PackedSequences | None,
-    ) -> torch.Tensor:
-        """Return the output of a pipeline stage; the last one computes what is asked of each token."""
+        asked = self.asked(batch, gradient)
         # RoPE needs no position ids, causal attention no mask.
-        return model(
-            batch.tokens, None, None, labels=batch.labels, loss_mask=asked, packed_seq_params=packed
-        )
+        return model(batch.tokens, None, None, labels=batch.labels, loss_mask=asked, packed_seq_params=packed)
+
+    def asked(self, batch: Batch, gradient: float) -> LossMask | LikeliestTokens | ScoredTokens | None:
+        """Return what the last stage computes of each token. Arguments as in `forward`."""
+        known = None if self.has_token_losses else gradient
+        return None if self._is_aligned else LossMask(batch.loss_mask, known)
 
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
         """Return a micro-batch's share of the loss and of the other reported values; the shares are summed.

@@ -19,7 +19,7 @@ from patch.data import Batch, Sample, collate
 from patch.data.packing import pack
 from patch.data.samples import cut_batch
 from patch.distributed.context_group import Zigzag
-from patch.model import LlamaModel, PackedSequences, ScoredTokens
+from patch.model import ScoredTokens
 from patch.training.evaluation import forward_only
 from patch.training.guards.phases import Phase
 from patch.training.objectives.objective import Objective
@@ -137,13 +137,8 @@ class _Rows:
 class _Scores(Objective):
     """Reports the results of `log_probabilities`; nothing is learned."""
 
-    def forward(
-        self, model: LlamaModel, batch: Batch, packed: PackedSequences | None, gradient: float
-    ) -> torch.Tensor:
-        asked = ScoredTokens(batch.extra_tensors["choices"])
-        return model(
-            batch.tokens, None, None, labels=batch.labels, loss_mask=asked, packed_seq_params=packed
-        )
+    def asked(self, batch: Batch, gradient: float) -> ScoredTokens:
+        return ScoredTokens(batch.extra_tensors["choices"])
 
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
         """Return the output itself, and a zero loss that upstream's schedules require."""
