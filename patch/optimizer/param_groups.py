@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -54,10 +54,12 @@ def default_param_groups(
     if groups is not None and ranks_of_experts is not None and ranks_of_experts.size() > 1:
         of_experts = groups.expt_dp
     has_muon = config.optimizer == "muon"
-    members: dict[tuple[bool, dist.ProcessGroup | None, bool, bool], list[torch.nn.Parameter]] = {
-        (*kind, decays, is_matrix): []
+    factors = (1.0,) if lora_plus_ratio is None else (1.0, lora_plus_ratio)
+    members: dict[tuple[bool, dist.ProcessGroup | None, bool, bool, float], list[torch.nn.Parameter]] = {
+        (*kind, decays, is_matrix, factor): []
         for kind in ((False, None), (False, of_experts), (is_decoupling, None))
         for decays, is_matrix in ((True, False), (False, False), *([(True, True)] * has_muon))
+        for factor in factors
     }
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -66,25 +68,19 @@ def default_param_groups(
                 holders = None if getattr(parameter, "allreduce", True) else of_experts
                 decays = parameter.ndim > 1 and not name.endswith(".bias")
                 is_matrix = has_muon and parameter.ndim == 2 and not is_marked
-                members[is_marked and is_decoupling, holders, decays, is_matrix].append(parameter)
-    found = [
+                factor = factors[-1] if name.endswith(_B) else 1.0
+                members[is_marked and is_decoupling, holders, decays, is_matrix, factor].append(parameter)
+    return [
         ParamGroup(
             params,
             config.weight_decay if decays else 0.0,
+            factor,
             max_lr=config.decoupled_lr if is_decoupled else None,
             min_lr=config.decoupled_min_lr if is_decoupled else None,
             data_parallel_group=holders,
             orthogonalizes=is_matrix,
         )
-        for (is_decoupled, holders, decays, is_matrix), params in members.items()
-    ]
-    if lora_plus_ratio is None:
-        return found
-    is_b = {id(p) for stage in stages for name, p in stage.named_parameters() if name.endswith(_B)}
-    return [
-        replace(group, params=[p for p in group.params if (id(p) in is_b) is of_b], lr_multiplier=factor)
-        for group in found
-        for of_b, factor in ((False, 1.0), (True, lora_plus_ratio))
+        for (is_decoupled, holders, decays, is_matrix, factor), params in members.items()
     ]
 
 
