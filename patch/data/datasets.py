@@ -16,7 +16,7 @@ from patch.config.data_spec import DataPart, sets_of
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.order import Blend, Concatenation, format_passes, weights_of
-from patch.data.packing import SOURCES, PackingSummary, PairSource, packed
+from patch.data.packing import SOURCES, PackedSource, PackingSummary, PairSource, pack
 from patch.data.samples import SampleSource
 from patch.data.sft.options import sft_options
 from patch.data.sft.source import SftSource, load_sft
@@ -113,23 +113,17 @@ def _samples(
 ) -> list[SampleSource]:
     """Return the sets as samples. Conversations are packed if the run packs; a .bin/.idx set stays as it was
     made. Sequences of other kinds of rows are numbered over all sets."""
-    if row_kind not in SOURCES:
-        return [
-            packed(source, data.max_padding_length, part.path)
-            if data.packing and isinstance(source, SftSource)
-            else source
-            for part, source in zip(parts, sources, strict=True)
-        ]
     made: list[SampleSource] = []
-    first = 0
+    first, length = 0, data.max_padding_length
     for source, part in zip(sources, parts, strict=True):
-        assert isinstance(source, SftSource), "pairs_are_rows lets only rows through"
-        found = SOURCES[row_kind](
-            source, data.max_padding_length, is_packed=data.packing, first=first, name=part.path
-        )
-        if data.packing:
-            _logger.info("%s: %s", part.path, PackingSummary.of(found, found.packs))
-        first += 2 * len(found.sizes)
+        found: SampleSource = source
+        if isinstance(source, SftSource) and row_kind in SOURCES:
+            found = SOURCES[row_kind](source, length, is_packed=data.packing, first=first, name=part.path)
+            first += 2 * len(found.sizes)
+        elif isinstance(source, SftSource) and data.packing:
+            found = PackedSource(source, pack(source.sizes, length))
+        if isinstance(found, PackedSource) and data.packing:
+            _logger.info("%s: %s", part.path, PackingSummary.of(found))
         made.append(found)
     return made
 

@@ -1,10 +1,8 @@
 """Packing: several conversations share a sequence, so that fewer slots of a micro-batch are padding.
 
-    pack           chooses the conversations of each pack by best-fit decreasing, from their sizes alone
-    packed         packs a data set, and logs the gain
-
-Best-fit decreasing takes the conversations from the longest to the shortest. It puts each into the pack with
-the least room in which it fits. It needs at most 11/9 of the fewest possible packs (Johnson, 1973).
+`pack` chooses the conversations of each pack by best-fit decreasing, from their sizes alone. It takes the
+conversations from the longest to the shortest, and puts each into the pack with the least room in which it
+fits. It needs at most 11/9 of the fewest possible packs (Johnson, 1973).
 """
 
 from __future__ import annotations
@@ -23,9 +21,6 @@ from torch.utils.data import Dataset
 from patch.config.choices import RowKind
 from patch.data.samples import Batch, Sample
 from patch.errors import DataError
-from patch.logger import get_logger
-
-_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +162,18 @@ class PackedSource(Dataset[Sample]):
     is_shuffled = False
 
     def __init__(self, source: Conversations, packs: Packs) -> None:
-        self._source, self._packs = source, packs
+        self.source, self.packs, self.sizes = source, packs, source.sizes
+        """`sizes`, int64 [N]: tokens of each row of the data, such as a conversation or a pair."""
 
     def __len__(self) -> int:
-        return len(self._packs)
+        return len(self.packs)
 
     def __getitem__(self, index: int) -> Sample:
-        return packed_sample(self._source, self._packs[index], self._packs.capacity)
+        return packed_sample(self.source, self.packs[index], self.packs.capacity)
 
     def place(self, index: int) -> str:
         """See `SampleSource`: the places of its conversations."""
-        return " + ".join(self._source.place(int(member)) for member in self._packs[index])
+        return " + ".join(self.source.place(int(member)) for member in self.packs[index])
 
 
 class PairSource(PackedSource):
@@ -199,22 +195,21 @@ class PairSource(PackedSource):
     def __init__(
         self, source: Conversations, capacity: int, *, is_packed: bool, first: int = 0, name: str = ""
     ) -> None:
-        self.source, self.first, self.num_learned, self.name = source, first, source.num_learned, name
-        self.sizes = self.sizes_of_rows(capacity)
-        """int64 [N]: tokens of each row of the data, such as a pair."""
-        alone = np.arange(len(self.sizes))
-        self.packs = pack(self.sizes, capacity) if is_packed else Packs(capacity, alone, alone + 1)
-        """Rows of each sample."""
-        members = (self.per_row * self.packs.members[:, None] + np.arange(self.per_row)).flatten()
-        super().__init__(source, Packs(capacity, members, self.per_row * self.packs.ends))
+        self.source, self.first, self.name = source, first, name
+        sizes = self.sizes_of_rows(capacity)
+        alone = np.arange(len(sizes))
+        super().__init__(source, pack(sizes, capacity) if is_packed else Packs(capacity, alone, alone + 1))
+        self.sizes = sizes
 
     def sizes_of_rows(self, capacity: int) -> np.ndarray:
         """Return the tokens of each row, int64 [N], at most `capacity`."""
         return np.asarray(self.source.sizes).reshape(-1, 2).sum(axis=1)
 
     def __getitem__(self, index: int) -> Sample:
-        members = torch.from_numpy(self._packs[index])
-        return self._numbered(super().__getitem__(index), 1.0 - 2 * (members % 2), members)
+        members = (2 * self.packs[index][:, None] + np.arange(2)).flatten()
+        numbers = torch.from_numpy(members)
+        sample = packed_sample(self.source, members, self.packs.capacity)
+        return self._numbered(sample, 1.0 - 2 * (numbers % 2), numbers)
 
     def _numbered(self, sample: Sample, signs: torch.Tensor, numbers: torch.Tensor) -> Sample:
         """Return a sample with sign and number of its sequences; both are 0 for padding."""
@@ -303,10 +298,10 @@ class PackingSummary:
     num_learned: int
 
     @classmethod
-    def of(cls, source: Conversations | PairSource, packs: Packs) -> PackingSummary:
+    def of(cls, packed: PackedSource) -> PackingSummary:
         """Return the summary of a packed set of conversations or pairs."""
-        sizes = source.sizes
-        return cls(len(sizes), len(packs), packs.capacity, int(sizes.sum()), source.num_learned)
+        sizes, packs = packed.sizes, packed.packs
+        return cls(len(sizes), len(packs), packs.capacity, int(sizes.sum()), packed.source.num_learned)
 
     @property
     def gain(self) -> float:
@@ -322,10 +317,3 @@ class PackingSummary:
             f"{learned:.1%} learned, {context:.1%} context, {padding:.1%} padding (unpacked "
             f"{padding_unpacked:.1%} padding); a step holds {self.gain:.2f} times as much"
         )
-
-
-def packed(source: Conversations, capacity: int, name: str) -> PackedSource:
-    """Pack conversations of at most `capacity` tokens, and log the gain."""
-    packs = pack(source.sizes, capacity)
-    _logger.info("%s: %s", name, PackingSummary.of(source, packs))
-    return PackedSource(source, packs)

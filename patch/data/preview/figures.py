@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from patch.config.data_spec import DataPart
-from patch.data.packing import PackingSummary, PairSource, pack
+from patch.data.packing import PackedSource, PackingSummary, PairSource, pack
 from patch.data.sft.report import Rows, SetReport
 from patch.data.sft.source import SftSource
 
@@ -40,12 +40,10 @@ def name_of(part: DataPart) -> str:
 
 def figures_of_rows(part: DataPart, source: SftSource, capacity: int) -> Figures:
     """Return the figures of a set of rows. Reads all tokens. `capacity` is a sample's tokens with padding."""
-    sizes, report = np.asarray(source.sizes), source.report
+    report, packed = source.report, PackedSource(source, pack(source.sizes, capacity))
     if report.pairs:
-        pairs = PairSource(source, capacity, is_packed=True)
-        sizes, packing = pairs.sizes, PackingSummary.of(pairs, pairs.packs)
-    else:
-        packing = PackingSummary.of(source, pack(sizes, capacity))
+        packed = PairSource(source, capacity, is_packed=True)
+    sizes, packing = packed.sizes, PackingSummary.of(packed)
     found, kind = report.found
     copies = np.unique_counts(_hashes(source)).counts
     duplicates, most_copies = len(source) - len(copies), int(copies.max())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from llama3_tokenizer import tiny_tokenizer
 
-from patch.data.packing import PackedSource, PackingSummary, pack, packed
+from patch.data.packing import PackedSource, PackingSummary, pack
 from patch.data.sft.source import SftSource, load_sft
 
 CAPACITY = 200
@@ -79,15 +79,13 @@ def test_a_pack_has_the_tokens_labels_and_masks_of_its_conversations(source: Sft
         assert len(sample.lengths) == len(members) + (begin < CAPACITY)
 
 
-def test_log_says_what_the_tokens_are_used_for(source: SftSource, logged: list[str]) -> None:
-    samples = packed(source, CAPACITY, "rows.json")
+def test_summary_says_what_the_tokens_are_used_for(source: SftSource) -> None:
+    samples = PackedSource(source, pack(source.sizes, CAPACITY))
     slots, unpacked = len(samples) * CAPACITY, len(source) * CAPACITY
     learned = sum(float(sample.loss_mask.sum()) for sample in source) / slots
     tokens = int(source.sizes.sum())
-    text = str(PackingSummary.of(source, pack(source.sizes, CAPACITY)))
-    assert text == (
+    assert str(PackingSummary.of(samples)) == (
         f"8 conversations in {len(samples)} packs of {CAPACITY} tokens: {learned:.1%} learned, "
         f"{tokens / slots - learned:.1%} context, {1 - tokens / slots:.1%} padding "
         f"(unpacked {1 - tokens / unpacked:.1%} padding); a step holds {8 / len(samples):.2f} times as much"
     )
-    assert f"rows.json: {text}" in logged
