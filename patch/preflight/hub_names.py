@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def fetch_from_hub(config: RunConfig, *, weights: bool) -> RunConfig:
         ConfigError: the weights cannot be fetched.
         DataError: a data set cannot be fetched, or its files are several sets.
     """
-    if weights and (model := _model_to_fetch(config)) is not None:
+    if weights and (model := first_weights(config)[1]) is not None:
         config = with_values(config, load=str(fetch(model, "weights", field="load")))
     if config.data.dataset_type != "raw":
         return config
@@ -139,23 +139,17 @@ def _pinned(name: HubName, output: str | None) -> HubName:
     return name if match is None else name._replace(revision=match[1])
 
 
-def _model_to_fetch(config: RunConfig) -> HubName | None:
-    """Return the hub model of the run's first weights if the cache lacks them, else None."""
-    folder = _first_weights(config)
-    model = snapshot_name(str(folder)) if folder is not None else None
-    return model if folder is not None and lacking_weights(folder) and not [*folder.glob("*.bin")] else None
+def first_weights(config: RunConfig) -> tuple[Path | None, HubName | None]:
+    """Return the Hugging Face folder of the run's first weights, or None if the run has no such folder.
 
-
-def _first_weights(config: RunConfig) -> Path | None:
-    """Return the Hugging Face folder of the run's first weights, or None if the run has no such folder."""
+    Also return the hub's model if the folder is in the cache without these weights, else None.
+    """
     load = config.checkpoint.load
-    is_first = load is not None and is_hf_folder(load) and existing_checkpoint_root(config) is None
-    return Path(load) if load is not None and is_first else None
-
-
-def weights_here(config: RunConfig) -> Path | None:
-    """Return the Hugging Face folder of the run's first weights, or None if they must be fetched first."""
-    return _first_weights(config) if _model_to_fetch(config) is None else None
+    if load is None or not is_hf_folder(load) or existing_checkpoint_root(config) is not None:
+        return None, None
+    folder = Path(load)
+    is_whole = not lacking_weights(folder) or any(folder.glob("*.bin"))
+    return folder, None if is_whole else snapshot_name(load)
 
 
 def _set_of(name: HubName, field: str) -> str:
@@ -165,9 +159,9 @@ def _set_of(name: HubName, field: str) -> str:
     folder = fetch(name, "rows", error_type=DataError, field=field)
     if name.inside:
         return escape(str(folder)) + name.inside
-    sets = _sets(folder, data_files(folder))
+    sets = _sets(str(file.relative_to(folder)) for file in data_files(folder))
     splits = by_split(sets)
-    meant = next((splits[split] for split in _SPLITS_OF[field] if split in splits), [] if splits else [*sets])
+    meant = next((splits[split] for split in _SPLITS_OF[field] if split in splits), [] if splits else sets)
     if len(meant) != 1:
         found = "several sets" if meant else f"no {' or '.join(_SPLITS_OF[field])} set"
         raise DataError(
@@ -178,12 +172,9 @@ def _set_of(name: HubName, field: str) -> str:
     return f"{escape(str(folder))}/{meant[0]}"
 
 
-def _sets(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
-    """Return the sets in a folder: a file, or the glob of files that differ only in a number."""
-    sets: dict[str, list[Path]] = {}
+def _sets(files: Iterable[str]) -> list[str]:
+    """Return the sets of a folder's files: a file, or the glob of files that differ only in a number."""
+    sets: dict[str, list[str]] = {}
     for file in files:
-        relative = str(file.relative_to(folder))
-        sets.setdefault(f"{_SHARD.sub('', relative)}*", []).append(file)
-    return {
-        text if len(found) > 1 else str(found[0].relative_to(folder)): found for text, found in sets.items()
-    }
+        sets.setdefault(f"{_SHARD.sub('', file)}*", []).append(file)
+    return [glob if len(found) > 1 else found[0] for glob, found in sets.items()]

@@ -21,7 +21,7 @@ from patch.families import StackedPart, stacked_part
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig, hf_tensors
 from patch.families.weights import OUTPUT, HFTensor
 from patch.preflight.checkpoint_places import existing_checkpoint_root
-from patch.preflight.hub_names import weights_here
+from patch.preflight.hub_names import first_weights
 from patch.preflight.model_of_folder import further_layers
 from patch.storage.names import (
     ADAPTER_CONFIG_NAME,
@@ -192,8 +192,8 @@ def check_start(config: RunConfig) -> None:
         ConversionError: the weights do not fit. Workers check .bin files and models that are fetched first.
     """
     with about("load"):
-        folder = weights_here(config)
-        if folder is not None and _weight_files(folder)[0].suffix == ".safetensors":
+        folder, model = first_weights(config)
+        if folder is not None and model is None and _weight_files(folder)[0].suffix == ".safetensors":
             check_headers(WeightHeaders(folder), config.model)
     load = config.adapter.lora_load  # workers check a run or its checkpoint
     if (

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -77,11 +78,10 @@ def hub_name(text: str, kind: Kind) -> HubName | None:
     """
     if os.path.lexists(text):
         return None
-    if (name := snapshot_name(text)) is not None:
-        return name if name.kind == kind else None
-    if os.path.isdir(text.partition("/")[0]):
-        return None
-    return HubName(kind, text) if _has_form(text) else None
+    name = snapshot_name(text)
+    if name is None and _has_form(text) and shadowed_by(text) is None:
+        return HubName(kind, text)
+    return name if name is not None and name.kind == kind else None
 
 
 def snapshot_name(path: str) -> HubName | None:
@@ -154,25 +154,19 @@ def fetch(
     from huggingface_hub import constants, snapshot_download  # takes 0.6 s; few runs need it
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def snapshot(*, local: bool) -> Path:
-        folder = snapshot_download(
-            name.repo,
-            repo_type=name.kind,
-            revision=name.revision,
-            allow_patterns=list(patterns),
-            # A model's subfolders hold other forms of the weights, and tokenizers of other programs.
-            ignore_patterns=["*/*"] if name.kind == "model" else None,
-            local_files_only=local,
-        )
-        return Path(folder)
-
+    # A model's subfolders hold other forms of the weights, and tokenizers of other programs.
+    others = ["*/*"] if name.kind == "model" else None
+    snapshot = partial(
+        snapshot_download, name.repo, repo_type=name.kind, revision=name.revision,
+        allow_patterns=list(patterns), ignore_patterns=others,
+    )  # fmt: skip
     folder, cache, is_offline = None, Path(constants.HF_HUB_CACHE), constants.HF_HUB_OFFLINE
     try:
         with suppress(LocalEntryNotFoundError):
-            folder = snapshot(local=True)
+            folder = Path(snapshot(local_files_only=True))
         if folder is None or not is_there(folder):
             _logger.info("%s: %s is downloaded into %s", name.repo, words, cache)
-            folder = snapshot(local=False)
+            folder = Path(snapshot())
         if is_there(folder):
             return folder
         why = "the hub does not have them or cannot be reached"

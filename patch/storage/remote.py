@@ -16,13 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_KNOWN = {
-    FileNotFoundError: errno.ENOENT,
-    PermissionError: errno.EACCES,
-    FileExistsError: errno.EEXIST,
-    IsADirectoryError: errno.EISDIR,
-    NotADirectoryError: errno.ENOTDIR,
-}
+_KNOWN = FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError
 _ABOUT_RIGHTS = re.compile(r"Credentials|Authentication|ProfileNotFound")
 """Access errors that drivers do not derive from PermissionError."""
 _NOT_EXCLUSIVE = (errno.EINVAL, errno.EPERM, errno.ENOSYS)
@@ -90,11 +84,11 @@ class RemotePath:
             yield
         except Exception as error:  # noqa: BLE001 - drivers raise errors of many classes
             text = (str(getattr(error, "strerror", None) or error).strip().splitlines() or [""])[0]
-            kind = next((kind for kind in _KNOWN if isinstance(error, kind)), None)
+            kind: type[OSError] | None = next((kind for kind in _KNOWN if isinstance(error, kind)), None)
             if kind is None:
                 kind = PermissionError if _ABOUT_RIGHTS.search(type(error).__name__) else OSError
                 text = text if type(error) is OSError and text else f"{type(error).__name__}: {text}"
-            code = _KNOWN.get(kind) or getattr(error, "errno", None) or errno.EIO
+            code = getattr(error, "errno", None) or errno.EIO
             raise kind(code, text or kind.__name__, self._url) from error
 
     def _ask(self, method: str, *args: Any, **options: Any) -> Any:
