@@ -37,41 +37,34 @@ def join(backend: str, timeout: timedelta) -> None:
     if backend == "nccl":
         # NCCL's streams then come from another pool than `stream_of`, and its kernels start before others.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    try:
-        store, rank, world_size = answer_within(
-            timeout, lambda: next(iter(dist.rendezvous("env://", timeout=timeout)))
-        )
-    except (RuntimeError, TimeoutError) as error:
-        address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-        raise unreachable(f"rank {os.environ['RANK']}", address, error) from error
+    own, *address = (str(os.environ.get(name)) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    meetings = dist.rendezvous("env://", timeout=timeout)
+    store, rank, world_size = connect(f"rank {own}", ":".join(address), timeout, lambda: next(meetings))
     store.set_timeout(timeout)
     store = dist.PrefixStore(f"job{os.environ.get(ROUND, '')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def answer_within(timeout: timedelta, call: Callable[[], _Answer]) -> _Answer:
-    """Call a function that connects to a store, in a thread, and return its result.
+def connect(who: str, address: str, timeout: timedelta, call: Callable[[], _Answer]) -> _Answer:
+    """Return the result of a function that connects to the store at `address`, MASTER_ADDR:MASTER_PORT.
 
-    The thread is needed because torch waits without a time limit for the answer to its first message.
+    It runs in a thread, because torch waits without a time limit for the answer to its first message.
 
+    Args:
+        who: this process, for the message.
     Raises:
-        TimeoutError: the function has not returned in time.
-        Exception: any error of the function.
+        TrainingError: the function has failed, or has not returned in time.
     """
-    seconds = timeout.total_seconds()
+    minutes = timeout.total_seconds() / 60
     with ThreadPool(1, device_setter()) as thread:  # a daemon, which may outlive this call
         try:  # longer than torch, whose own error is more specific
-            return thread.apply_async(call).get(seconds + 5.0)
-        except multiprocessing.TimeoutError:
-            reason = f"no answer to a connection within {seconds / 60:.3g} minutes"
-            raise TimeoutError(reason) from None
-
-
-def unreachable(who: str, address: str, error: BaseException) -> TrainingError:
-    """Return the error of process `who` that gets no answer at `address`, MASTER_ADDR:MASTER_PORT."""
-    reason = str(error).strip().partition("\n")[0]
-    return TrainingError(
-        f"{who} could not join the job at {address} (MASTER_ADDR:MASTER_PORT): {reason}. Expected "
-        "machine 0's launcher, or rank 0, there: give its address and a port that no other program uses; "
-        "--distributed-timeout-minutes is how long machines wait for each other"
-    )
+            return thread.apply_async(call).get(timeout.total_seconds() + 5.0)
+        except Exception as error:
+            reason = str(error.__cause__ or error).strip().partition("\n")[0]
+            if isinstance(error, multiprocessing.TimeoutError):
+                reason = f"no answer to a connection within {minutes:.3g} minutes"
+            raise TrainingError(
+                f"{who} could not join the job at {address} (MASTER_ADDR:MASTER_PORT): {reason}. Expected "
+                "machine 0's launcher, or rank 0, there: give its address and a port that no other program "
+                "uses; --distributed-timeout-minutes is how long machines wait for each other"
+            ) from error

@@ -20,7 +20,7 @@ from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
-from patch.launch.job import ROUND, answer_within, unreachable
+from patch.launch.job import ROUND, connect
 from patch.logger import get_logger
 from patch.preflight.cluster import Rendezvous
 
@@ -59,10 +59,8 @@ class RendezvousHandler(dynamic.DynamicRendezvousHandler):
         parameters = elastic.RendezvousParameters(
             "c10d", address, "patch", *limits, is_host=not place.node_rank, read_timeout=seconds
         )
-        try:
-            backend, store = answer_within(timeout, lambda: create_backend(parameters))
-        except (elastic.RendezvousError, TimeoutError) as error:
-            raise unreachable(f"machine {place.node_rank}", address, error.__cause__ or error) from error
+        who = f"machine {place.node_rank}"
+        backend, store = connect(who, address, timeout, lambda: create_backend(parameters))
         waits = dynamic.RendezvousTimeout(join=timeout, last_call=timedelta(seconds=LAST_CALL_S))
         name = f"{place.node_rank:06d}"  # torch only sorts by this name
         meeting = cls.from_backend("patch", store, backend, *limits, name, waits, HEARTBEAT_S)
@@ -85,7 +83,10 @@ class RendezvousHandler(dynamic.DynamicRendezvousHandler):
                 said = "%d of %d machines train; this spare waits until a training machine is lost"
                 _logger.info(said, size, info.world_size)
                 self.is_spare = True
-                self._wait_as_spare()
+                while not self.num_nodes_waiting():
+                    if self.is_closed():
+                        raise elastic.RendezvousClosedError
+                    time.sleep(1.0)
                 info = super().next_rendezvous()
         except (elastic.RendezvousClosedError, elastic.RendezvousConnectionError) as error:
             if self.is_spare:  # a round can also end before a spare has joined it
@@ -94,13 +95,6 @@ class RendezvousHandler(dynamic.DynamicRendezvousHandler):
         self.is_spare = False
         os.environ[ROUND] = str(self._state_holder.state.round + 1)  # the workers inherit it
         return elastic.RendezvousInfo(info.store, info.rank, size, info.bootstrap_store_info)  # type: ignore[arg-type]
-
-    def _wait_as_spare(self) -> None:
-        """Wait for the next round; raise RendezvousClosedError if the job has ended."""
-        while not self.num_nodes_waiting():
-            if self.is_closed():
-                raise elastic.RendezvousClosedError
-            time.sleep(1.0)
 
     def leave(self, *, closes: bool) -> None:
         """Leave the job; if `closes` is set and this machine is no spare, close the job for all machines."""
