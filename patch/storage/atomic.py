@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from patch.errors import CheckpointError
+from patch.errors import CheckpointError, PatchError
 from patch.logger import get_logger
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
@@ -38,20 +38,20 @@ def write_atomically(path: AnyPath, content: str | bytes) -> None:
         draft.unlink(missing_ok=True)
 
 
-def write_record(path: Path, content: str | bytes) -> None:
-    """Write or replace a file of a run's folder atomically; create its folder.
+def write_record(
+    path: Path, content: str | bytes, kind: type[PatchError] = CheckpointError, field: str = "output_path"
+) -> None:
+    """Write or replace a file of a run's folder, or of the folder in `field`, atomically; create its folder.
 
     Raises:
-        CheckpointError: the file cannot be written.
+        PatchError: the file cannot be written; of this kind, by default a CheckpointError.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written: {error.strerror}; make room there, or give another folder",
-            field="output_path",
-        ) from error
+        what = f"{path} cannot be written: {error.strerror}; make room there, or give another folder"
+        raise kind(what, field=field) from error
 
 
 def publish_file(draft: Path, path: Path) -> None:

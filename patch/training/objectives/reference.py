@@ -34,7 +34,7 @@ from patch.distributed.collectives import from_rank_0
 from patch.errors import CheckpointError, DataError
 from patch.logger import get_logger
 from patch.progress import LineTimer
-from patch.storage.atomic import write_atomically
+from patch.storage.atomic import write_record
 from patch.storage.names import DATA_CACHE_FOLDER, REFERENCE_FILE
 from patch.storage.text_files import read_json, read_small
 from patch.training.evaluation import evaluating, forward_only, global_batches
@@ -87,7 +87,7 @@ class ReferenceObjective(Objective):
         """Read the reference, or compute it with the current weights.
 
         Raises:
-            CheckpointError: a resumed run began with other or unknown weights.
+            CheckpointError: a resumed run began with other or unknown weights, or its keys cannot be written.
             DataError: the reference cannot be written.
         """
         super().prepare(run)
@@ -107,11 +107,10 @@ class ReferenceObjective(Objective):
                 found = self._computed(run, source)
                 content = found.numpy().tobytes()
                 kept = sha256(content).digest() + content
-                from_rank_0(partial(_write, self._cache / key, kept, "cache_dir"))
+                from_rank_0(partial(write_record, self._cache / key, kept, DataError, "cache_dir"))
             values.append(found.to(run.device))
         self.reference = torch.cat(values)
-        written = (json.dumps(keys, indent=1) + "\n").encode()
-        from_rank_0(partial(_write, self._keys_file, written, "output_path"))
+        from_rank_0(partial(write_record, self._keys_file, json.dumps(keys, indent=1) + "\n"))
 
     def gains(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return what the sums of a batch's n sequences [n] have gained on the reference."""
@@ -177,15 +176,6 @@ class ReferenceObjective(Objective):
             _logger.warning("%s is damaged: it is made again", file)
             return None
         return torch.from_numpy(np.frombuffer(content, np.float32, offset=_HASH_BYTES).copy())
-
-
-def _write(file: Path, content: bytes, field: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, content)
-    except OSError as error:
-        why = f"{error.strerror}; make room there, or name another folder"
-        raise DataError(f"the reference {file} cannot be written: {why}", field=field) from error
 
 
 def _keys_in(file: Path) -> dict[str, str]:
