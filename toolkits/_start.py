@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +32,6 @@ from patch.preflight.weight_files import check_start
 from patch.storage.hub import push_model
 from patch.storage.names import HF_FOLDER, PUSHED_FILE
 from patch.training import OBJECTIVES
-from toolkits.train import RESOLVED
 
 _logger = get_logger(__name__)
 
@@ -73,7 +71,10 @@ def start(argv: list[str], script: Path) -> int:
         from patch.plan.suggest import refuse_what_cannot_fit  # imported only if the run does not fit
 
         refuse_what_cannot_fit(invocation.config, machine)
-    return 0 if invocation.dry_run else _launch(invocation, machine, script) or _push(invocation)
+    if invocation.dry_run:
+        return 0
+    _say_memory(invocation.config, machine)
+    return launch(script, invocation.config, invocation.rendezvous, machine) or _push(invocation)
 
 
 def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, list[str]]:
@@ -92,17 +93,6 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     check_offload_room(config, disk_bytes(config, machine) * config.parallel.nproc_per_node * 3 // 2)
     notes = [*invocation.notes, *spares, *notes, *chosen, *resume_notes(config)]
     return invocation._replace(config=config, rendezvous=rendezvous), notes
-
-
-def _launch(invocation: Invocation, machine: MachineFacts, script: Path) -> int:
-    """Start workers, which read the resolved run from a private file and do not check it again."""
-    config = invocation.config
-    _say_memory(config, machine)
-    with tempfile.TemporaryDirectory(prefix="patch-run-") as folder:
-        file = Path(folder) / "run.yaml"
-        file.write_text(to_yaml(config), encoding="utf-8")
-        command = [RESOLVED, str(file)]
-        return launch(script, command, config, invocation.rendezvous, machine)
 
 
 def _push(invocation: Invocation) -> int:

@@ -15,12 +15,13 @@ from datetime import timedelta
 from pathlib import Path
 
 from patch.checks.layout import usable_sizes
-from patch.config import RunConfig
+from patch.config import RunConfig, to_yaml
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.features.backends import can_overlap_tp_comm
 from patch.features.table import HOST_ACTIVATIONS, HOST_STATES, HOST_WEIGHTS
+from patch.launch import RESOLVED
 from patch.launch.worker_process import CORES, DETERMINISTIC, LAUNCHER
 from patch.logger import get_logger
 from patch.preflight.cluster import Rendezvous
@@ -30,9 +31,9 @@ _logger = get_logger(__name__)
 
 
 def launch(
-    script: Path, flags: list[str], config: RunConfig, rendezvous: Rendezvous, machine: MachineFacts
+    script: Path, config: RunConfig, rendezvous: Rendezvous, machine: MachineFacts, *arguments: str
 ) -> int:
-    """Run `script` with `flags` once per local rank and wait for all workers.
+    """Run `script RESOLVED FILE arguments` once per local rank and wait for all workers.
 
     The first stop signal (see `agent`) is forwarded. The workers then have unlimited time to save a
     checkpoint, unless Ctrl-C comes FORCE_KILL_AFTER_S or more after the first signal. If a worker fails, the
@@ -41,7 +42,7 @@ def launch(
 
     Args:
         script: the Python file that each worker runs; it must call `worker_process.begin` first.
-        config: the run that `flags` describe.
+        config: the resolved run, which the workers read from a private FILE and do not check again.
         rendezvous: the address where the launchers of all machines meet.
         machine: this machine, whose cores the workers share.
     Returns:
@@ -78,7 +79,9 @@ def launch(
             raise ConfigError(f"{parallel.log_dir} cannot be created: {error}", field="log_dir") from error
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         meeting = RendezvousHandler.join(rendezvous, usable_sizes(config, machine), timeout)
-        command = [sys.executable, str(script), *flags]
+        file = Path(folder) / "run.yaml"
+        file.write_text(to_yaml(config), encoding="utf-8")
+        command = [sys.executable, str(script), RESOLVED, str(file), *arguments]
         code, worker_exits = run_workers(
             command, parallel.nproc_per_node, parallel.max_restarts, meeting, files
         )

@@ -37,7 +37,7 @@ def launch_workers(script: Path, num_local: int, place: Rendezvous = ALONE, **pa
     config = make_config(num_local)
     config = replace(config, parallel=replace(config.parallel, **parallel))
     with patch.dict(os.environ):
-        return launch(script, ["--flag"], config, place, MACHINE)
+        return launch(script, config, place, MACHINE, "--flag")
 
 
 def write_script(folder: Path, body: str) -> Path:

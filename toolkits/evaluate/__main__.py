@@ -27,16 +27,16 @@ from patch.launch.worker_process import WorkerExit, announce_end, begin, claim_e
 
 begin()  # before slow imports and before any thread
 
-from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E402
+from patch.config import RunConfig, read_run, user_message  # noqa: E402
 from patch.config.fields import FIELDS, scalar_of, with_values  # noqa: E402
 from patch.config.flags import flag_words  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
 from patch.errors import ConfigError, PatchError, printable  # noqa: E402
 from patch.families import differences  # noqa: E402
+from patch.launch import RESOLVED  # noqa: E402
 from patch.logger import configure_logging  # noqa: E402
 from patch.text import to_float  # noqa: E402
 from toolkits._arguments import ArgumentParser, at_dashes, local, output_file, positive, typed  # noqa: E402
-from toolkits.train import RESOLVED  # noqa: E402
 
 _ONE_STEP = (
     "--train-data-path none --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 --min-lr 1 "
@@ -102,10 +102,7 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
         arguments = [str(options.distill_to.resolve()), str(options.top_k), str(options.temperature)]
     if "LOCAL_RANK" in os.environ:
         return _work(config, arguments)
-    file = folder / "run.yaml"
-    file.write_text(to_yaml(config), encoding="utf-8")
-    command = [RESOLVED, str(file), *arguments]
-    return launch(Path(__file__).resolve(), command, config, invocation.rendezvous, machine)
+    return launch(Path(__file__).resolve(), config, invocation.rendezvous, machine, *arguments)
 
 
 def _weights(model: str) -> list[str]:

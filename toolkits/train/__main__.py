@@ -29,8 +29,8 @@ begin()  # before slow imports and before any thread
 from patch.config import RunConfig, read_run, user_message  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
+from patch.launch import RESOLVED  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
-from toolkits.train import RESOLVED  # noqa: E402
 
 _logger = get_logger(__name__)
 

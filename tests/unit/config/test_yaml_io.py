@@ -11,9 +11,7 @@ from patch.config import read_yaml, to_yaml
 from patch.config.choices import ZeroStage
 from patch.errors import ConfigError
 from patch.plan.resolve import resolve_run
-from patch.preflight.cluster import Rendezvous
-from patch.preflight.parse import Invocation, parse_args
-from toolkits import _start
+from patch.preflight.parse import parse_args
 from toolkits.train import __main__ as train
 
 ABSENT = """
@@ -46,24 +44,14 @@ def test_fed_back_yaml_needs_the_hf_folder_no_more(command, gone):
     assert parse_args(["--config", file], {}, command.machine).config == config
 
 
-def test_workers_get_the_run_that_the_launcher_has_in_a_file_of_the_users_own(command, monkeypatch):
-    config, seen = command.parse("--train-epochs=0.5", MODEL_SIZE="8B", SP="false").config, []
-
-    def launch(script, argv, *rest):
-        folder = Path(argv[1]).parent
-        seen.append((train._resolved_run(Path(argv[1])), folder.stat().st_mode & 0o077, folder))
-        return 0
-
-    monkeypatch.setattr(_start, "launch", launch)
-    assert _start._launch(Invocation(config, False, Rendezvous()), command.machine, Path("worker.py")) == 0
-    ((again, others, folder),) = seen
-    assert again == config and others == 0 and not folder.exists()
+def test_workers_get_the_run_that_the_launcher_has(command, monkeypatch):
+    config = command.parse("--train-epochs=0.5", MODEL_SIZE="8B", SP="false").config
+    assert train._resolved_run(Path(_write(command, to_yaml(config)))) == config
     parallel = dataclasses.replace(config.parallel, nnodes=2, min_nodes=1)
     elastic, _ = resolve_run(dataclasses.replace(config, parallel=parallel), command.machine)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    _start._launch(Invocation(elastic, False, Rendezvous()), command.machine, Path("worker.py"))
-    assert seen[1][0] == dataclasses.replace(
+    assert train._resolved_run(Path(_write(command, to_yaml(elastic)))) == dataclasses.replace(
         elastic, parallel=dataclasses.replace(parallel, nnodes=1)
     )
 

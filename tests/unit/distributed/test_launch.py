@@ -17,14 +17,16 @@ from launches import (
     free_port,
     is_running,
     launch_workers,
+    make_config,
     start,
     write_script,
 )
 from small_runs import HALF, ON_HOST, ZERO_3, small_run
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
+from patch.config import to_yaml
 from patch.errors import ConfigError
-from patch.launch import agent, rendezvous
+from patch.launch import RESOLVED, agent, rendezvous
 from patch.launch.launcher import worker_environment
 from patch.launch.worker_process import LOST_RANK_CODE
 from patch.preflight.cluster import Rendezvous
@@ -40,13 +42,18 @@ def test_environment_tells_each_rank_its_place_and_share_of_cores_and_flags_are_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "HOME")
-    seen = f"' '.join([*(os.environ[name] for name in {names}), *sys.argv[1:]])"
-    body = f"open(f'{tmp_path}/seen{{rank}}', 'w').write({seen})"
+    seen = f"' '.join([*(os.environ[name] for name in {names}), *sys.argv[1:2], *sys.argv[3:]])"
+    body = f"open(f'{tmp_path}/seen{{rank}}', 'w').write({seen})\nrun = sys.argv[2]\n"
+    body += "mode = os.stat(os.path.dirname(run)).st_mode & 0o077\n"
+    body += f"open(f'{tmp_path}/run{{rank}}', 'w').write(f'{{mode}} {{run}}\\n' + open(run).read())"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("HOME", "/h")
     assert launch_workers(write_script(tmp_path, body), 2) == 0
     found = [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)]
-    assert found == ["0 0 2 2 2 /h --flag", "1 1 2 2 2 /h --flag"]
+    assert found == [f"0 0 2 2 2 /h {RESOLVED} --flag", f"1 1 2 2 2 /h {RESOLVED} --flag"]
+    place, _, run = (tmp_path / "run1").read_text().partition("\n")
+    assert run == to_yaml(make_config(2)), "the workers read the run of their launcher"
+    assert place.startswith("0 ") and not Path(place[2:]).exists(), "its folder is the user's own, and goes"
 
 
 ALLOCATOR, OLDER, QUEUES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"
