@@ -303,7 +303,7 @@ def _can_hold_files(folder: Path) -> bool:
 
 
 def teacher_is_of_this_run(config: RunConfig, machine: MachineFacts) -> None:
-    """Require a store of a teacher (--distill-from) of the run's vocabulary, temperature and kind of rows."""
+    """Require a store of a teacher (--distill-from) of the run's vocabulary and temperature."""
     data = config.data
     if data.distill_from is None:
         for field in ("distill_alpha", "distill_temperature"):
@@ -311,14 +311,8 @@ def teacher_is_of_this_run(config: RunConfig, machine: MachineFacts) -> None:
                 refuse(field, value_of(config, field), "--distill-from too", "no teacher is named")
         return
     header = read_header(data.distill_from)
-    length = "max_padding_length" if data.dataset_type == "raw" else "seq_length"
-    for field, ours, theirs in (
-        ("vocab_size", config.model.vocab_size, header.vocab_size),
-        ("distill_temperature", data.distill_temperature, header.temperature),
-        (length, config.sample_length, header.sequence_length),
-        ("packing", str(data.packing).lower(), str(header.packing).lower()),
-    ):
-        if ours != theirs:
+    for field, theirs in (("vocab_size", header.vocab_size), ("distill_temperature", header.temperature)):
+        if (ours := value_of(config, field)) != theirs:
             refuse(field, ours, str(theirs), f"{data.distill_from}, written by {header.teacher}, has it")
 
 

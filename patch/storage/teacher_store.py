@@ -43,8 +43,6 @@ class StoreHeader:
     vocab_size: int
     tokenizer: str
     """Hash of the tokenizer's tokens and ids."""
-    sequence_length: int
-    packing: bool
     seed: int
     temperature: float
     top_k: int

@@ -67,7 +67,6 @@ def write_store(config: RunConfig, folder: Path, top_k: int, temperature: float)
     facts = {
         "teacher": str(config.checkpoint.load), "vocab_size": config.model.vocab_size,
         "tokenizer": vocabulary_hash(run.tokenizer, config.model.vocab_size),
-        "sequence_length": config.sample_length, "packing": config.data.packing,
         "seed": config.training.seed, "temperature": temperature, "top_k": top_k,
     }  # fmt: skip
     writer: TeacherWriter | None = None

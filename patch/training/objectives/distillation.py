@@ -80,8 +80,8 @@ class TaughtSource:
                 raise DataError(
                     f"the store of {header.teacher} has {header.rows} rows (seed {header.seed}), but not "
                     f"sample {index + 1} of {len(self)} of this run (seed {seed}), {self.place(index)}; "
-                    "expected the same data, chat template, packing and, for pre-training, seed and number "
-                    "of samples. Write it with this run's flags",
+                    "expected the same data, chat template, packing, length and, for pre-training, seed and "
+                    "number of samples. Write it with this run's flags",
                     field="distill_from",
                 )
 
