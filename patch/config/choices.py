@@ -24,10 +24,10 @@ class PrecisionFacts(NamedTuple):
     weight_bytes: int
     factor_bytes: int
     """Bytes of an input element of the layers' matmuls."""
-    state_bytes: int
-    """Bytes of a parameter's states: two fp32 moments; fp16: an fp32 master; bf16: the master's low half."""
+    master_bytes: int
+    """Bytes of a master beyond the weight: fp16: an fp32 master; bf16: the master's low half."""
     update_bytes: int
-    """Bytes that the optimizer kernel reads and writes: gradient 4, moments 16, master and weight."""
+    """Bytes that the optimizer kernel reads and writes beside moments: gradient 4, master and weight."""
 
     @property
     def is_fp8(self) -> bool:
@@ -36,10 +36,10 @@ class PrecisionFacts(NamedTuple):
 
 
 PRECISIONS: dict[Precision, PrecisionFacts] = {
-    "fp32": PrecisionFacts("fp32", 4, 4, 8, 28),
-    "fp16": PrecisionFacts("fp16", 2, 2, 12, 34),
-    "bf16": PrecisionFacts("bf16", 2, 2, 10, 28),
-    "fp8": PrecisionFacts("bf16", 2, 1, 10, 28),
+    "fp32": PrecisionFacts("fp32", 4, 4, 0, 12),
+    "fp16": PrecisionFacts("fp16", 2, 2, 4, 18),
+    "bf16": PrecisionFacts("bf16", 2, 2, 2, 12),
+    "fp8": PrecisionFacts("bf16", 2, 1, 2, 12),
 }
 
 RowKind = Literal["conversation", "pair", "unpaired"]

@@ -168,8 +168,3 @@ class OptimizerConfig:
     def moment_bytes(self) -> float:
         """Bytes of a weight's moments."""
         return sum(MOMENT_BYTES[kind] for kind in self.moments.values())
-
-    @property
-    def saved_moment_bytes(self) -> float:
-        """Bytes that the moments save against fp32, which `PrecisionFacts.state_bytes` assumes."""
-        return 2 * MOMENT_BYTES["fp32"] - self.moment_bytes

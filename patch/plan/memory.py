@@ -267,4 +267,4 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
 
 def state_bytes(config: RunConfig) -> float:
     """Return the state bytes of a parameter: moments, and a float32 master's bytes beyond the weight."""
-    return PRECISIONS[config.training.precision].state_bytes - config.optimizer.saved_moment_bytes
+    return PRECISIONS[config.training.precision].master_bytes + config.optimizer.moment_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer as Stopwatch  # the architecture tests take `Timer` for a thread
 
-from patch.config.choices import PRECISIONS
+from patch.config.choices import MOMENT_BYTES, PRECISIONS
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
 from patch.plan.flops import peak_flops
 from patch.plan.timing.machine import MEASURED, Efficiency, Machine
@@ -41,7 +41,8 @@ def measure_host(settings: Settings) -> Iterator[Finding]:
     item = UpdateItem(grad, AdamStates(master, first, second), scalars)
     kernel = adam_kernel(torch.device("cpu"))
     seconds = seconds_of(lambda: kernel.update([item]))
-    speed, billion_s = _ADAM_NUMEL * PRECISIONS["fp32"].update_bytes / seconds, seconds * 1e9 / _ADAM_NUMEL
+    num_bytes = PRECISIONS["fp32"].update_bytes + 4 * MOMENT_BYTES["fp32"]  # two moments, read and written
+    speed, billion_s = _ADAM_NUMEL * num_bytes / seconds, seconds * 1e9 / _ADAM_NUMEL
     name = type(kernel).__name__
     what = f"{speed / 1e9:.1f} GB/s, {billion_s:.2f} s for a billion parameters ({name})"
     cure = "install g++ or clang++: a kernel in C++ is about 10 times faster"

@@ -96,7 +96,7 @@ class StepCosts:
 
 def _update_bytes(config: RunConfig) -> float:
     """Bytes that the update of a parameter reads and writes, moments in their dtypes."""
-    return PRECISIONS[config.training.precision].update_bytes - 2 * config.optimizer.saved_moment_bytes
+    return PRECISIONS[config.training.precision].update_bytes + 2 * config.optimizer.moment_bytes
 
 
 def _stage(config: RunConfig, layers: list[LayerTimes]) -> tuple[float, float]:
