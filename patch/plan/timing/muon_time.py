@@ -19,19 +19,13 @@ from patch.plan.timing.machine import Machine
 _FP32 = 4
 
 
-def newton_schulz_flops(shape: tuple[int, ...], iterations: int) -> int:
-    """Return the FLOPs of Newton-Schulz iterations of one matrix."""
-    least, most = sorted(shape)
-    return iterations * (4 * least**2 * most + 2 * least**3)
-
-
 def orthogonalization_flops(config: RunConfig) -> float:
     """Return the FLOPs of a step's Newton-Schulz iterations on one rank; 0 without Muon."""
-    iterations = config.optimizer.muon_num_ns_steps
-    return sum(
-        number / owners.size * sum(newton_schulz_flops(shape, iterations) for shape in row.hf.values())
-        for row, number, owners in _matrices(config)
-    )
+    flops = 0.0
+    for row, number, owners in _matrices(config):
+        for least, most in map(sorted, row.hf.values()):
+            flops += number / owners.size * (4 * least**2 * most + 2 * least**3)
+    return config.optimizer.muon_num_ns_steps * flops
 
 
 def muon_seconds(config: RunConfig, machine: Machine) -> tuple[float, float]:
