@@ -147,8 +147,8 @@ class TeacherWriter:
         names = (folder.with_name(f".{folder.name}{ending}") for ending in (".tmp", ".old.tmp"))
         self._staged = StagedFolder(folder, *names)
         self._staged.open()
-        self._files = [(self._staged.partial / name).open("wb") for name in (_ROWS, _TOKENS)]
-        self._index, self._known, self.num_tokens = sha256(), set[bytes](), 0
+        self._file = (self._staged.partial / _TOKENS).open("wb")
+        self._rows, self._num_tokens = dict[bytes, bytes](), 0
 
     def add(self, digest: bytes, found: bytes, num_tokens: int) -> None:
         """Add a row, unless a row of the same content is there.
@@ -156,14 +156,10 @@ class TeacherWriter:
         Raises:
             OSError: it cannot be written.
         """
-        if digest in self._known:
-            return
-        self._known.add(digest)
-        self.num_tokens += num_tokens
-        row = _ROW.pack(digest, self.num_tokens, crc32(found))
-        self._index.update(row)
-        for file, content in zip(self._files, (row, found), strict=True):
-            file.write(content)
+        if digest not in self._rows:
+            self._num_tokens += num_tokens
+            self._rows[digest] = _ROW.pack(digest, self._num_tokens, crc32(found))
+            self._file.write(found)
 
     def publish(self, facts: Mapping[str, Any]) -> StoreHeader:
         """Write the header from the facts that `add` does not know, and give the folder its name.
@@ -172,19 +168,18 @@ class TeacherWriter:
             DataError: no row has a token with a loss.
             OSError: the folder cannot be written.
         """
-        if not self._known:
+        if not self._rows:
             raise DataError("no token of the data has a loss; a teacher has nothing to say")
-        header = StoreHeader(
-            **facts, rows=len(self._known), tokens=self.num_tokens, index=self._index.hexdigest()
-        )
-        for file in self._files:
-            file.close()
+        index = b"".join(self._rows.values())
+        checksum = sha256(index).hexdigest()
+        header = StoreHeader(**facts, rows=len(self._rows), tokens=self._num_tokens, index=checksum)
+        self._file.close()
+        (self._staged.partial / _ROWS).write_bytes(index)
         (self._staged.partial / _HEADER).write_text(json.dumps(asdict(header), indent=1) + "\n")
         self._staged.publish()
         return header
 
     def close(self) -> None:
-        """Close the files; remove them if they are not published."""
-        for file in self._files:
-            file.close()
+        """Close the file; remove it if it is not published."""
+        self._file.close()
         self._staged.discard()
