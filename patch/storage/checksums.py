@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.storage.atomic import write_atomically
-from patch.storage.places import AnyPath, new_file, open_to_read, windows_of
+from patch.storage.places import AnyPath, NewFile, open_to_read, windows_of
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_json
 
@@ -60,7 +60,7 @@ class SummedFile:
     """
 
     def __init__(self, path: AnyPath) -> None:
-        self._file = new_file(path)
+        self._file = NewFile(path)
         self._length = self._crc = 0
         self.error: OSError | None = None
         """The error of `write`; callers such as torch.save may replace it by another error."""

@@ -10,7 +10,7 @@ import errno
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ class RemotePath:
         return self._path.startswith("/")
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def errors(self) -> Iterator[None]:
         """Turn errors of a driver into an OSError with a text and this path's URL."""
         try:
             yield
@@ -92,7 +92,7 @@ class RemotePath:
             raise kind(code, text or kind.__name__, self._url) from error
 
     def _ask(self, method: str, *args: Any, **options: Any) -> Any:
-        with self._errors():
+        with self.errors():
             self._system.invalidate_cache()
             return getattr(self._system, method)(self._path, *args, **options)
 
@@ -147,6 +147,11 @@ class RemotePath:
         self._ask("pipe_file", content)
         return len(content)
 
+    def open_to_upload(self) -> Any:
+        """Return a new file; the driver keeps a part of it in memory (s3fs: 50 MiB). Use it in `errors`."""
+        self.parent.mkdir()
+        return self._ask("open", "wb")
+
     def create_bytes(self, content: bytes) -> None:
         """Create a small file, which must not exist.
 
@@ -180,39 +185,6 @@ class RemotePath:
     def remove_tree(self) -> None:
         """Remove a folder and its contents, if it exists."""
         self._ask_if_there("rm", recursive=True)
-
-
-class RemoteFile:
-    """A file that is being uploaded; the driver keeps a part of it in memory (s3fs: 50 MiB).
-
-    In an object store the file appears at `commit` or not at all.
-
-    Raises:
-        OSError: in all methods except `discard`, if the file cannot be written.
-    """
-
-    def __init__(self, path: RemotePath) -> None:
-        self._path = path
-        path.parent.mkdir()
-        with path._errors():
-            self._stream = path._system.open(path._path, "wb")
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
-        with self._path._errors():
-            self._stream.write(data)
-
-    def commit(self) -> None:
-        """Upload the rest and give the file its name."""
-        with self._path._errors():
-            self._stream.close()
-
-    def discard(self) -> None:
-        """Cancel the upload if it is not committed."""
-        if not self._stream.closed:
-            with suppress(Exception):  # another error is the reason for the discard
-                self._stream.closed = True  # else the garbage collector would upload the rest
-                self._stream.discard()
 
 
 def _open_system(url: str) -> tuple[Any, str]:
