@@ -112,27 +112,24 @@ def _has_config(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
+def _has_weights(folder: Path) -> bool:
+    return _has_config(folder) and not lacking_weights(folder)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
+
+
 Wanted = Literal["config.json", "weights", "tokenizer", "rows"]
 _MODEL = ("*.json", "*.jinja", "*.model", "*.txt")
 """Configuration and tokenizer, a few megabytes, enough to plan a run. Files in subfolders do not match."""
-_WANTED: dict[Wanted, tuple[tuple[str, ...], Callable[[Path], bool], str]] = {
+_ROWS = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
+_WANTED: dict[Wanted, tuple[tuple[str, ...], Callable[[Path], object], str]] = {
     "config.json": (_MODEL, _has_config, "config.json"),
     # Weights that cannot execute code, without a second copy under another name.
-    "weights": (
-        (*_MODEL, "model*.safetensors"),
-        lambda folder: _has_config(folder) and not lacking_weights(folder),
-        "weights as safetensors",
-    ),
-    "tokenizer": (
-        _MODEL,
-        lambda folder: any((folder / file).is_file() for file in TOKENIZER_FILES),
-        " or ".join(TOKENIZER_FILES),
-    ),
-    "rows": (
-        tuple(f"*{suffix}" for suffix in DATA_SUFFIXES),
-        lambda folder: bool(data_files(folder)),
-        "files of rows (JSON, Parquet, Arrow or CSV)",
-    ),
+    "weights": ((*_MODEL, "model*.safetensors"), _has_weights, "weights as safetensors"),
+    "tokenizer": (_MODEL, _has_tokenizer, " or ".join(TOKENIZER_FILES)),
+    "rows": (_ROWS, data_files, "files of rows (JSON, Parquet, Arrow or CSV)"),
 }
 """Kind of files -> patterns of what to download, whether a folder has them, words for messages."""
 
