@@ -6,7 +6,7 @@ likeliest tokens (`patch.storage.teacher_store`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import count
@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from patch.checks.run_length import num_train_samples
 from patch.config.schema import RunConfig
-from patch.data import Batch
 from patch.data.pretraining.provenance import vocabulary_hash
 from patch.data.samples import SampleSource
 from patch.distributed.collectives import all_or_none
@@ -30,26 +29,11 @@ from patch.storage.teacher_store import TeacherWriter
 from patch.text import size_text
 from patch.training.evaluation import evaluating, forward_only, global_batches
 from patch.training.objectives.distillation import digest_of
-from patch.training.objectives.objective import Objective
+from patch.training.objectives.objective import TokenQuery
 from patch.training.setup import Run
 from patch.training.tasks.suite import run_of_weights
 
 _logger = get_logger(__name__)
-
-
-class _Teacher(Objective):
-    """Reports the results of `likeliest_tokens`; nothing is learned."""
-
-    def __init__(self, config: RunConfig, top_k: int, temperature: float) -> None:
-        super().__init__(config)
-        self._top_k, self._temperature = top_k, temperature
-
-    def asked(self, batch: Batch, gradient: float) -> LikeliestTokens:
-        return LikeliestTokens(batch.loss_mask, self._top_k, self._temperature)
-
-    def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
-        """Return the output itself, and a zero loss that upstream's schedules require."""
-        return {"loss": output.new_zeros(()), "likeliest": output}
 
 
 def write_store(config: RunConfig, folder: Path, top_k: int, temperature: float) -> None:
@@ -62,7 +46,9 @@ def write_store(config: RunConfig, folder: Path, top_k: int, temperature: float)
         PatchError: weights, tokenizer or data cannot be read, or the store cannot be written; on all ranks.
     """
     run = run_of_weights(config)
-    run.data.objective = objective = _Teacher(config, top_k, temperature)
+    run.data.objective = objective = TokenQuery(
+        config, lambda batch: LikeliestTokens(batch.loss_mask, top_k, temperature)
+    )
     source = objective.build_datasets(run.tokenizer, partial(_num_samples, config)).train
     facts = {
         "teacher": str(config.checkpoint.load), "vocab_size": config.model.vocab_size,
@@ -105,7 +91,7 @@ def _likeliest_of(run: Run, source: SampleSource, width: int) -> Iterator[tuple[
         for number in range(len(batches)):
             whole = torch.zeros(shape, device=run.device)
             if reports and not groups.tp.rank():  # other TP ranks have the same, earlier stages have none
-                whole[own, positions] = reports[number]["likeliest"]
+                whole[own, positions] = reports[number]["found"]
             dist.all_reduce(whole)
             yield begin + number * shape[0], whole
 

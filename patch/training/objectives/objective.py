@@ -170,3 +170,19 @@ class Objective:
         torch.distributed.all_reduce(total, group=cp)
         # The gradient of a sum over ranks is the sum of their gradients, which are equal.
         return total + cp.size() * (sums - sums.detach())
+
+
+class TokenQuery(Objective):
+    """Reports what is asked of each token as `found`; nothing is learned."""
+
+    def __init__(self, config: RunConfig, ask: Callable[[Batch], LikeliestTokens | ScoredTokens]) -> None:
+        super().__init__(config)
+        self._ask = ask
+
+    def asked(self, batch: Batch, gradient: float) -> LikeliestTokens | ScoredTokens:
+        """See `Objective`."""
+        return self._ask(batch)
+
+    def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
+        """Return the output itself, and a zero loss that upstream's schedules require."""
+        return {"loss": output.new_zeros(()), "found": output}

@@ -22,7 +22,7 @@ from patch.distributed.context_group import Zigzag
 from patch.model import ScoredTokens
 from patch.training.evaluation import forward_only
 from patch.training.guards.phases import Phase
-from patch.training.objectives.objective import Objective
+from patch.training.objectives.objective import TokenQuery
 from patch.training.setup import Run
 
 _ROWS_OF_A_STAGE = 4
@@ -65,11 +65,12 @@ def answers_to(run: Run, questions: Sequence[Question]) -> list[Answer]:
         texts[tuple(question.tokens)].append(number)
     rows = _Rows(run, questions, texts)
     scores = torch.zeros(len(questions), 3, dtype=torch.float64)
-    scored = dataclasses.replace(run, data=dataclasses.replace(run.data, objective=_Scores(run.config)))
+    query = TokenQuery(run.config, lambda batch: ScoredTokens(batch.extra_tensors["choices"]))
+    scored = dataclasses.replace(run, data=dataclasses.replace(run.data, objective=query))
     for batches in rows.passes():
         run.phases.enter(Phase.EVALUATION)
         for batch, report in zip(batches, forward_only(scored, batches), strict=False):
-            _add(scores, batch, report["scores"].cpu())
+            _add(scores, batch, report["found"].cpu())
     if run.groups.tp.rank():
         scores.zero_()  # TP rank 0 has the same scores
     scores = scores.to(run.device)
@@ -132,17 +133,6 @@ class _Rows:
         of_tokens = {"choices": choices, "numbers": numbers}
         borders = torch.tensor(lengths, dtype=torch.int32)
         return Sample(tokens, tokens, torch.zeros(self._length), borders, of_tokens)
-
-
-class _Scores(Objective):
-    """Reports the results of `log_probabilities`; nothing is learned."""
-
-    def asked(self, batch: Batch, gradient: float) -> ScoredTokens:
-        return ScoredTokens(batch.extra_tensors["choices"])
-
-    def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
-        """Return the output itself, and a zero loss that upstream's schedules require."""
-        return {"loss": output.new_zeros(()), "scores": output}
 
 
 def _add(scores: torch.Tensor, batch: Batch, found: torch.Tensor) -> None:
