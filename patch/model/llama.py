@@ -56,10 +56,9 @@ from patch.model.loss import (
     ScoredTokens,
     VocabularyShard,
     aligned_losses,
+    answers,
     hide_padded_vocabulary,
-    likeliest_tokens,
     linear_cross_entropy,
-    log_probabilities,
 )
 from patch.model.spec import LayerSpecBuilder
 from patch.model.weight_gradient import EmbeddingLookup
@@ -256,10 +255,8 @@ class LlamaModel(LanguageModule):
         is_tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         part = VocabularyShard(group.rank() * len(weight), self.num_vocab_rows, group, self._cap)
-        if isinstance(learned, ScoredTokens):
-            return log_probabilities(hidden, weight, learned.choices, part)
-        if isinstance(learned, LikeliestTokens):
-            return likeliest_tokens(hidden, weight, learned, part)
+        if not isinstance(learned, LossMask):
+            return answers(hidden, weight, learned, part)
         return linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=self._is_fused)
 
     def setup_embeddings_and_output_layer(self) -> None:

@@ -127,26 +127,32 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, labels, learned, how)
 
 
-def log_probabilities(
-    hidden: torch.Tensor, weight: torch.Tensor, choices: torch.Tensor, part: VocabularyShard
+def answers(
+    hidden: torch.Tensor, weight: torch.Tensor, asked: ScoredTokens | LikeliestTokens, part: VocabularyShard
 ) -> torch.Tensor:
-    """Return the most likely tokens and the log-probabilities of given tokens, chunk by chunk.
+    """Return what is asked of the tokens, chunk by chunk.
 
     Args:
         hidden: [S, B, H], equal on all TP ranks.
-        choices: [B, S, K], see `ScoredTokens`.
     Returns:
-        [1 + K, B, S] float32, equal on all TP ranks: the id of the most likely token (the lowest of equals;
-        float32 is exact for ids below 2**24), then the log-probability of each choice. Positions without
-        choices are 0.
+        [B, S, N] float32, equal on all TP ranks; 0 where nothing is asked. With `ScoredTokens` N = 1 + K: the
+        id of the most likely token (the lowest of equals; float32 is exact for ids below 2**24), then the
+        log-probability of each choice. With `LikeliestTokens` N = 2 K + 1: K ids, likeliest first, then their
+        log-probabilities, last that of all other tokens together.
     """
-    is_asked = (choices >= 0).any(dim=2)
     chunk = chunk_length(*weight.shape)
-    chunks = zip(hidden.transpose(0, 1)[is_asked].split(chunk), choices[is_asked].split(chunk), strict=True)
-    found = [_scores(torch.mm(own, weight.t()).float(), ids, part) for own, ids in chunks]
-    scores = hidden.new_zeros(*is_asked.shape, 1 + choices.shape[2], dtype=torch.float32)
-    scores[is_asked] = torch.cat(found)
-    return scores.permute(2, 0, 1)
+    is_asked = (asked.choices >= 0).any(dim=2) if isinstance(asked, ScoredTokens) else asked.mask != 0
+    rows = hidden.transpose(0, 1)[is_asked].split(chunk)
+    logits = (torch.mm(own, weight.t()).float() for own in rows)
+    if isinstance(asked, ScoredTokens):
+        choices = asked.choices[is_asked].split(chunk)
+        found = [_scores(own, ids, part) for own, ids in zip(logits, choices, strict=True)]
+    else:
+        found = [_likeliest(own, asked, part) for own in logits]
+    values = torch.cat(found)
+    whole = hidden.new_zeros(*is_asked.shape, values.shape[1], dtype=torch.float32)
+    whole[is_asked] = values
+    return whole
 
 
 def _scores(logits: torch.Tensor, choices: torch.Tensor, part: VocabularyShard) -> torch.Tensor:
@@ -396,26 +402,6 @@ def _outcomes(
     logits /= rest
     logs = torch.cat((sums[:, :-1], rest.log()), dim=1)
     return logs - logs.logsumexp(dim=1, keepdim=True), cells, is_own
-
-
-def likeliest_tokens(
-    hidden: torch.Tensor, weight: torch.Tensor, asked: LikeliestTokens, part: VocabularyShard
-) -> torch.Tensor:
-    """Return the likeliest tokens, their log-probabilities, and last that of all other tokens together.
-
-    Args:
-        hidden: [S, B, H], equal on all TP ranks.
-        asked: where, how many (K), and at which temperature.
-    Returns:
-        [B, S, 2 K + 1] float32, equal on all TP ranks: K ids (exact below 2**24), likeliest first, and K + 1
-        log-probabilities; 0 where they are not asked for.
-    """
-    is_asked = asked.mask != 0
-    rows = hidden.transpose(0, 1)[is_asked].split(chunk_length(*weight.shape))
-    found = [_likeliest(torch.mm(own, weight.t()).float(), asked, part) for own in rows]
-    whole = hidden.new_zeros(*is_asked.shape, 2 * asked.number + 1, dtype=torch.float32)
-    whole[is_asked] = torch.cat(found)
-    return whole
 
 
 def _likeliest(logits: torch.Tensor, asked: LikeliestTokens, part: VocabularyShard) -> torch.Tensor:

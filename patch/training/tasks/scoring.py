@@ -136,11 +136,11 @@ class _Rows:
 
 
 def _add(scores: torch.Tensor, batch: Batch, found: torch.Tensor) -> None:
-    """Add a row's results `found` [1 + K, B, S] (see `log_probabilities`) to `scores`, float64 [N, 3]."""
+    """Add a row's results `found` [B, S, 1 + K] (see `answers`) to `scores`, float64 [N, 3]."""
     # The columns are log-probability, number of tokens that are not the likeliest, and likeliest token.
     choices, numbers = batch.extra_tensors["choices"], batch.extra_tensors["numbers"]
     is_asked = numbers >= 0
-    likeliest, logs = found[0][..., None].expand_as(choices), found[1:].permute(1, 2, 0)
+    likeliest, logs = found[..., :1].expand_as(choices), found[..., 1:]
     values = (logs, likeliest != choices, likeliest)
     of_tokens = torch.stack([value[is_asked].double() for value in values], dim=1)
     scores.index_add_(0, numbers[is_asked], of_tokens)
