@@ -97,16 +97,12 @@ def fetch_from_hub(config: RunConfig, *, weights: bool) -> RunConfig:
         config = with_values(config, load=str(fetch(model, "weights", field="load")))
     if config.data.dataset_type != "raw":
         return config
-    texts = {field: getattr(config.data, field) for field in _SPLITS_OF}
-    changed: dict[str, Any] = {
-        field: fetch_sets(text, field, config.checkpoint.output_path)
-        for field, text in texts.items()
-        if text is not None
-    }
-    if changed.items() <= texts.items():
-        return config
-    config = with_values(config, **changed)
-    check_data(config)
+    given = config.data
+    for field in _SPLITS_OF:
+        if (text := getattr(config.data, field)) is not None:
+            config = with_values(config, **{field: fetch_sets(text, field, config.checkpoint.output_path)})
+    if config.data != given:
+        check_data(config)
     return config
 
 
