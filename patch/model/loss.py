@@ -135,8 +135,8 @@ def answers(
     Args:
         hidden: [S, B, H], equal on all TP ranks.
     Returns:
-        [B, S, N] float32, equal on all TP ranks; 0 where nothing is asked. With `ScoredTokens` N = 1 + K: the
-        id of the most likely token (the lowest of equals; float32 is exact for ids below 2**24), then the
+        [B, S, N] float32, equal on all TP ranks; 0 where nothing is asked. Ids below 2**24 are exact.
+        With `ScoredTokens` N = 1 + K: the id of the most likely token (the lowest of equals), then the
         log-probability of each choice. With `LikeliestTokens` N = 2 K + 1: K ids, likeliest first, then their
         log-probabilities, last that of all other tokens together.
     """
