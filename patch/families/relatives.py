@@ -211,7 +211,7 @@ INTERNLM2 = Family(
 """InternLM 2 and 2.5. transformers has no such class: its folders have code, which is not run here."""
 
 _BAICHUAN2_WORDS = 125696
-"""Baichuan 2's vocabulary, the only mark of its output layer, which normalizes its weight."""
+"""Words of Baichuan 2, the only mark in config.json of its output layer, which normalizes its weight."""
 
 
 class _Baichuan(Family):
@@ -221,16 +221,15 @@ class _Baichuan(Family):
         longest = config.integer("max_position_embeddings" if has_rope else "model_max_length", 4096)
         values = {**config.values, "max_position_embeddings": longest}
         fields = super().read_config(ConfigReader(config.file, values))
-        if fields["vocab_size"] == _BAICHUAN2_WORDS:
-            expected = "Baichuan 1: Baichuan 2's output layer, which normalizes its weight, is not supported"
-            config.refuse("vocab_size", _BAICHUAN2_WORDS, expected)
+        fields["normalize_output_weight"] = fields["vocab_size"] >= _BAICHUAN2_WORDS
         alibi = {"position_embedding_type": "alibi", "rotary_base": UNUSED_ROTARY_BASE}
         return fields if has_rope else {**fields, **alibi}
 
     def computes(self, model: ModelConfig) -> bool:
         """LLaMA with ALiBi, by a flag, has the same layers; its weights keep LLaMA's names."""
-        has_alibi = model.position_embedding_type == "alibi"
-        return super().computes(model) and (not has_alibi or model.model_type == self.model_type)
+        has_alibi, has_norm = model.position_embedding_type == "alibi", model.normalize_output_weight
+        is_own = has_norm == (model.vocab_size >= _BAICHUAN2_WORDS)
+        return super().computes(model) and is_own and (not has_alibi or model.model_type == self.model_type)
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         super().write_shape(described, model, fields)
@@ -245,6 +244,7 @@ BAICHUAN = _Baichuan(
     architecture="BaichuanForCausalLM",
     traits=Traits(),
     flags=frozenset({"position_embedding_type"}),
+    own_fields=frozenset({"normalize_output_weight"}),
     rows=partial(rows_joined, {"W_pack": "q_proj"}),
 )
-"""Baichuan 1, with code in its folders as InternLM 2; 13B has ALiBi."""
+"""Baichuan 1 and 2, with code in its folders as InternLM 2; 13B has ALiBi."""

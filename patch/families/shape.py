@@ -128,6 +128,7 @@ class ModelConfig:
     embedding_multiplier: float = flag("factor of the embedding's output", 1.0, above=0)
     residual_multiplier: float = flag("factor of what attention and MLP add to the stream", 1.0, above=0)
     logits_scaling: float = flag("divisor of the logits", 1.0, above=0)
+    normalize_output_weight: bool = flag("divide each row of the output layer's weight by its norm", False)
     attn_logit_softcapping: float | None = flag(
         "attention scores s become cap * tanh(s / cap), from all scores; 0: no cap", none=0
     )
@@ -328,7 +329,7 @@ OWN_FIELDS: dict[str, Any] = {
     if field.name in {
         "window_attn_skip_freq", "rotary_percent", "rotary_base_local", "no_rope_freq",
         "llama_4_scaling_beta", "softmax_scale", "embedding_multiplier", "residual_multiplier",
-        "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping",
+        "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping", "normalize_output_weight",
     }
 }  # fmt: skip
 """Fields that only some families have, and their values without effect; earlier runs lack these fields."""
