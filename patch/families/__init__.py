@@ -117,6 +117,13 @@ def traits_of(model: ModelConfig) -> Traits:
     return dataclasses.replace(family_called(model.model_type).traits, **flags)
 
 
+def parts_unlike_llama(model: ModelConfig) -> dict[str, Any]:
+    """Return the traits and OWN_FIELDS in which the layers of a model differ from LLaMA's, with their values."""
+    traits, plain = dataclasses.asdict(traits_of(model)), dataclasses.asdict(LLAMA.traits)
+    own = {name: getattr(model, name) for name in model.own_fields}
+    return {name: value for name, value in traits.items() if value != plain[name]} | own
+
+
 def is_llama_like(model: ModelConfig) -> bool:
     """Return whether the layers have only LLaMA's parts, which Transformer Engine's layers have too."""
     return traits_of(model).is_llama_like and not model.own_fields
@@ -277,6 +284,6 @@ __all__ = [
     "SHAPE_FIELDS", "StackedPart", "TRAIT_FIELDS", "Traits", "TransformerImpl", "UNUSED_ROTARY_BASE",
     "WeightRow", "attended_channels", "differences", "expert_layers", "family_called", "family_of",
     "is_llama_like", "layer_matrices", "layers_with_rope", "layers_with_window", "own_traits",
-    "read_config", "reason_without_hf_class", "register_family", "stacked_part", "stored_rows",
+    "parts_unlike_llama", "read_config", "reason_without_hf_class", "register_family", "stacked_part", "stored_rows",
     "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
 ]  # fmt: skip
