@@ -123,3 +123,5 @@ BLOOM = _Bloom(
         "bloom-176b": _preset(70, 14336, 112),
     },
 )  # fmt: skip
+
+ALL = (BLOOM,)

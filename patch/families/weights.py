@@ -140,31 +140,34 @@ def dense_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
     )
 
 
-_BEFORE = ("input_layernorm", "input_layernorm")
+_BEFORE, _OF_ATTENTION, _OF_MLP = (
+    ("input_layernorm", "input_layernorm"),
+    ("self_attn_bda.norm", "post_attention_layernorm"),
+    ("mlp_bda.norm", "post_feedforward_layernorm"),
+)
 _NORMS = {
     "before": ([_BEFORE], [("pre_mlp_layernorm", "post_attention_layernorm")]),
-    "behind": (
-        [("self_attn_bda.norm", "post_attention_layernorm")],
-        [("mlp_bda.norm", "post_feedforward_layernorm")],
-    ),
-    "both": (
-        [_BEFORE, ("self_attn_bda.norm", "post_attention_layernorm")],
-        [
-            ("pre_mlp_layernorm", "pre_feedforward_layernorm"),
-            ("mlp_bda.norm", "post_feedforward_layernorm"),
-        ],
-    ),
+    "behind": ([_OF_ATTENTION], [_OF_MLP]),
+    "both": ([_BEFORE, _OF_ATTENTION], [("pre_mlp_layernorm", "pre_feedforward_layernorm"), _OF_MLP]),
 }
 """`Traits.norm_placement` -> our and Hugging Face's names of the norms of attention and of the MLP."""
 
 
-def rows_joined(joined: Mapping[str, str], model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
-    """Return `dense_rows` with one tensor in place of several.
+def rows_named(
+    names: Mapping[str, str], model: ModelConfig, traits: Traits, *, joined: Mapping[str, str] | None = None
+) -> tuple[WeightRow, ...]:
+    """Return `dense_rows` with parts of its tensor names replaced by `names`.
 
     Args:
-        joined: name of the joined tensor -> name of the first of the tensors that it replaces.
+        joined: name of a tensor -> name of the first of the tensors that it replaces.
     """
-    return tuple(_join(row, joined) for row in dense_rows(model, traits))
+
+    def renamed(name: str) -> str:
+        found = [(theirs, ours) for theirs, ours in names.items() if theirs in name]
+        return name.replace(*found[0]) if found else name
+
+    rows = (_join(row, joined or {}) for row in dense_rows(model, traits))
+    return tuple(row._replace(hf={renamed(name): shape for name, shape in row.hf.items()}) for row in rows)
 
 
 def _join(row: WeightRow, joined: Mapping[str, str]) -> WeightRow:
@@ -218,12 +221,19 @@ def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
     if traits.add_qkv_bias:
         biases = {f"self_attn.{name}_proj.bias": (count,) for name, count in qkv.items()}
         rows.append(row("self_attention.linear_qkv.bias", "attention", Kind.QKV, biases))
-    if traits.qk_layernorm and traits.qk_norm_of == "head":
-        rows += [norm(f"self_attention.{n}_layernorm", f"self_attn.{n}_norm", head) for n in ("q", "k")]
-    elif traits.qk_layernorm:
-        for n in ("q", "k"):
-            weight = {f"self_attn.{n}_norm.weight": (qkv[n],)}
-            rows.append(row(f"self_attention.{n}_layernorm.weight", "norm", Kind.COLUMN_PARALLEL, weight))
+    if model.add_proj_bias:
+        bias = {"self_attn.o_proj.bias": (hidden,)}
+        rows.append(row("self_attention.linear_proj.bias", "attention", Kind.REPLICATED, bias))
+    if model.add_mlp_bias and dense.layers:
+        first = {f"mlp.{each}_proj.bias": (model.ffn_hidden_size,) for each in _into_mlp(traits)}
+        second = {"mlp.down_proj.bias": (hidden,)}
+        rows.append(dense("mlp.linear_fc1.bias", "mlp", Kind.COLUMN_PARALLEL, first))
+        rows.append(dense("mlp.linear_fc2.bias", "mlp", Kind.REPLICATED, second))
+    is_each = traits.qk_norm_of == "head"
+    for n in ("q", "k") if traits.qk_layernorm else ():
+        kind = Kind.REPLICATED if is_each else Kind.COLUMN_PARALLEL
+        weight = {f"self_attn.{n}_norm.weight": (head if is_each else qkv[n],)}
+        rows.append(row(f"self_attention.{n}_layernorm.weight", "norm", kind, weight))
     return rows
 
 
@@ -253,6 +263,10 @@ def _latents(row: _LayerRow, model: ModelConfig) -> list[WeightRow]:
     ]
 
 
+def _into_mlp(traits: Traits) -> tuple[str, ...]:
+    return ("gate", "up") if traits.gated_linear_unit else ("up",)
+
+
 def _mlp(
     row: _LayerRow,
     name: str,
@@ -263,8 +277,7 @@ def _mlp(
     traits: Traits,
     **own: Any,
 ) -> list[WeightRow]:
-    given = ("gate", "up") if traits.gated_linear_unit else ("up",)
-    first = {f"{theirs}.{each}_proj.weight": (width, model.hidden_size) for each in given}
+    first = {f"{theirs}.{each}_proj.weight": (width, model.hidden_size) for each in _into_mlp(traits)}
     second = {f"{theirs}.down_proj.weight": (model.hidden_size, width)}
     return [
         row(f"{name}.linear_fc1.weight", part, Kind.COLUMN_PARALLEL, first, **own),

@@ -22,9 +22,9 @@ from patch.model import initialize_weights
 from patch.training.setup import Run
 from patch.training.step import run_schedule, train_step
 
-QUICK = ("smollm3", "granite", "ministral-3", "olmo-3", "glm-4", "gemma-2")
+QUICK = ("smollm3", "granite", "ministral-3", "olmo-3", "glm-4", "gemma-2", "llama-biased")
 """No RoPE by layer; factors; growing queries; norms behind and of all heads, RoPE by window; two norms, a
-part of RoPE, joined tensors; 1 + weight, caps."""
+part of RoPE, joined tensors; 1 + weight, caps; biases of all linear layers."""
 NAMES = (*QUICK, "phi-3", "phi-4-mini", "olmo-2", "glm-4-biased", "gemma-3")
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in NAMES]
 LAYOUTS: dict[str, dict[str, Any]] = {
