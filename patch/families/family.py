@@ -130,20 +130,22 @@ class Family:
 
     def _window(self, config: ConfigReader) -> dict[str, Any]:
         """Fields of the window. Hugging Face's window length counts the token itself, ours does not."""
-        window, kinds = config.values.get("sliding_window"), config.values.get("layer_types")
-        number = config.integer("num_hidden_layers")
-        if window is None or not config.boolean("use_sliding_window", True) or self.slides is None:
-            self._check_kinds(config, [[FULL] * number])
-            return {"window_size": None}
-        if self.full_every is None:
-            self._check_kinds(config, [[kind] * number for kind in (FULL, SLIDING)])
-            slides = [*range(number)] if (kinds[0] == SLIDING if kinds else self.slides(config)) else []
-        else:
-            full_every = config.integer("sliding_window_pattern", self.full_every)
-            kinds = kinds or [SLIDING if (n + 1) % full_every else FULL for n in range(number)]
+        number, kinds = config.integer("num_hidden_layers"), config.values.get("layer_types")
+        window, decide = config.values.get("sliding_window"), self.slides
+        if window is None or not config.boolean("use_sliding_window", True):
+            decide = None
+        legal = [[FULL] * number, *([[SLIDING] * number] if decide else ())]
+        if decide and self.full_every is not None:
+            every = config.integer("sliding_window_pattern", self.full_every)
+            kinds = kinds or [SLIDING if (n + 1) % every else FULL for n in range(number)]
             if len(kinds) != number or not {*kinds} <= {FULL, SLIDING}:
                 config.refuse("layer_types", kinds, f"{FULL} or {SLIDING} for each of {number} layers")
-            slides = [n for n, kind in enumerate(kinds) if kind == SLIDING]
+        elif kinds is None:
+            kinds = legal[int(decide is not None and decide(config))]
+        elif kinds not in legal:
+            words = " or ".join(each[0] for each in legal)
+            config.refuse("layer_types", kinds, f"{words} for all {number} layers")
+        slides = [n for n, kind in enumerate(kinds) if kind == SLIDING]
         if not slides:
             return {"window_size": None}
         if config.integer("sliding_window") < 1:
@@ -151,12 +153,6 @@ class Family:
         skipped = skipped_text([n for n in range(number) if n not in slides], slides, number)
         fields = {"window_size": (config.integer("sliding_window") - 1, 0)}
         return fields if self.full_every is None else {**fields, "window_attn_skip_freq": skipped}
-
-    def _check_kinds(self, config: ConfigReader, legal: list[list[str]]) -> None:
-        kinds = config.values.get("layer_types")
-        if kinds is not None and kinds not in legal:
-            words = " or ".join(each[0] for each in legal)
-            config.refuse("layer_types", kinds, f"{words} for all {len(legal[0])} layers")
 
     def write_type(self, described: dict[str, Any], model: ModelConfig) -> None:
         """Set the keys of config.json that state family and traits; `described` is changed in place."""

@@ -14,7 +14,7 @@ from patch.families.config_json import ConfigReader
 from patch.families.family import ATTENTION_BIAS, BIASES, Family
 from patch.families.layers import layers_with_rope, skipped_text
 from patch.families.shape import UNUSED_ROTARY_BASE, ModelConfig, Traits
-from patch.families.weights import Kind, WeightRow, rows_named
+from patch.families.weights import rows_named
 
 
 class _SmolLM3(Family):
@@ -177,19 +177,11 @@ _INTERNLM2_NAMES = {
     ".post_attention_layernorm.": ".ffn_norm.",
 }
 
-
-def _internlm2_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
-    """Return the table; wqkv has megatron-core's order, group by group."""
-    rows = rows_named(_INTERNLM2_NAMES, model, traits, joined={"wqkv": "q_proj"})
-    cut = Kind.COLUMN_PARALLEL
-    return tuple(row._replace(kind=cut) if row.kind is Kind.JOINED_QKV else row for row in rows)
-
-
 INTERNLM2 = Family(
     model_type="internlm2",
     architecture="InternLM2ForCausalLM",
     type_keys=lambda model: {"bias": False},
-    rows=_internlm2_rows,
+    rows=partial(rows_named, _INTERNLM2_NAMES, joined={"wqkv": "q_proj"}, is_grouped=True),
 )
 """InternLM 2 and 2.5. transformers has no such class: its folders have code, which is not run here."""
 

@@ -101,9 +101,6 @@ class LlamaModel(LanguageModule):
             # Set on the instance, because megatron-core builds this layer.
             layer = self.embedding.word_embeddings
             layer.forward = partial(look_up, layer)
-        self.embedding_noise, is_scaled = EmbeddingNoise(), family_called(model.model_type).scales_embedding
-        if self.pre_process and not is_scaled:  # before norm and factor, which follow transformers' embedding
-            self.embedding.register_forward_hook(self.embedding_noise)
         if traits.embedding_norm and self.pre_process:
             # The spec does not include the embedding. With SP the norm gets this rank's part of the tokens.
             self.embedding.norm = builder.norm(self.config, model.hidden_size, model.norm_epsilon)
@@ -113,8 +110,10 @@ class LlamaModel(LanguageModule):
             dtype = builder.upstream.params_dtype
             factor = torch.tensor(model.embedding_multiplier, dtype=dtype, device="cpu").item()
             self.embedding.register_forward_hook(lambda embedding, inputs, output: output * factor)
-        if self.pre_process and is_scaled:
-            self.embedding.register_forward_hook(self.embedding_noise)
+        self.embedding_noise = EmbeddingNoise()
+        if self.pre_process:  # before norm and factor, if they follow transformers' embedding
+            is_first = not family_called(model.model_type).scales_embedding
+            self.embedding.register_forward_hook(self.embedding_noise, prepend=is_first)
         self._is_output_normalized = model.normalize_output_weight
         self._of_logits, self._cap = 1.0 / model.logits_scaling, model.final_logit_softcapping
         rows = padded_vocab_size // groups.tp.size()
