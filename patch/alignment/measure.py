@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ from patch.config.schema import ModelConfig, RunConfig
 from patch.device import DeviceContext, FloatType
 from patch.distributed.groups import alone
 from patch.errors import ConfigError
-from patch.families import HfAttention, is_llama_like
+from patch.families import HfAttention, is_llama_like, parts_unlike_llama
 from patch.families.adapters import adapts_experts
 from patch.model import LlamaModel, sources_of
 
@@ -56,6 +56,8 @@ class Measurement(NamedTuple):
     weights: WeightComparison
     config_differences: list[ConfigDifference]
     logits: LogitComparison
+    parts: dict[str, Any]
+    """Traits of the layers that LLaMA's layers lack, such as a norm behind attention, with their values."""
     adapter: str | None = None
     """Folder of the adapters of both models, and how transformers' model has them."""
 
@@ -109,6 +111,7 @@ def measure(
         weights=weights,
         config_differences=stored.config_differences,
         logits=logits,
+        parts=parts_unlike_llama(model),
         adapter=stored.adapter_text,
     )
 

@@ -37,6 +37,7 @@ class Report(NamedTuple):
             "logits_aligned": measured.logits.aligned._asdict(),
             "first_difference": first._asdict() if first else None,
             "sources": measured.logits.sources,
+            "parts": measured.parts,
             **({"adapter": measured.adapter} if measured.adapter else {}),
             **({"routes": routes._asdict()} if routes else {}),
             "normal": verdict.is_normal,
@@ -50,7 +51,9 @@ class Report(NamedTuple):
         measured, logits = self.measurement, self.measurement.logits
         setting = f"{measured.precision} on {measured.device}, attention {measured.attention}"
         setting += f", adapter {measured.adapter}" if measured.adapter else ""
-        lines = [f"max |logit difference|, {setting}"]
+        parts = (f"{name} {value}" for name, value in measured.parts.items())
+        lines = [f"  unlike LLaMA: {part}" for part in parts]
+        lines.append(f"max |logit difference|, {setting}")
         for name, added in logits.sources.items():
             note = "fast and aligned are the same operations" if name in SINGLE_FORM else ""
             lines.append(f"  {name + ' fast':<18}{added:>12.3g}  {note}".rstrip())

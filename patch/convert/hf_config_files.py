@@ -214,7 +214,7 @@ def model_description(
     if hf_source is not None:
         now = dataclasses.replace(model, model_type=family.model_type)
         changed = frozenset(k for k, v in read_hf_config(hf_source).items() if v != getattr(now, k))
-    of_type = {"model_type", "window_size", *family.own_fields}
+    of_type = {"model_type", "window_size", *family.own_fields, *family.flags}
     if changed & (of_type if family.full_every is None else {*of_type, "num_layers"}):
         family.write_type(described, model)
     if hf_source is None:

@@ -25,6 +25,13 @@ from patch.families.weights import OTHER_NAMES, TIED_OUTPUT, HFTensor
 Table = dict[str, WeightMapping]
 """Parameter name -> mapping; `*` is the layer's number in the whole model, `#` the expert's number."""
 
+_CLASSES: dict[Kind, Any] = {
+    Kind.REPLICATED: ReplicatedMapping, Kind.ROW_PARALLEL: RowParallelMapping, Kind.QKV: QKVMapping,
+    Kind.COLUMN_PARALLEL: ColumnParallelMapping, Kind.VOCAB_PARALLEL: VocabParallelMapping,
+    Kind.JOINED_QKV: JoinedQKVMapping, Kind.JOINED_GATE_UP: JoinedGateUpMapping,
+}  # fmt: skip
+
+
 class CheckpointLocation(NamedTuple):
     """The place of one layer's and one expert's parameter in a torch_dist checkpoint."""
 
@@ -86,19 +93,10 @@ def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> Weig
     hf = tuple(HFTensor(name, shape) for name, shape in row.hf.items())
     of_row = ("layers", "num_experts", "is_buffer")
     copies: dict[str, Any] = {name: getattr(row, name) for name in of_row}
-    match row.kind:
-        case Kind.REPLICATED:
-            return ReplicatedMapping(hf, **copies)
-        case Kind.ROW_PARALLEL:
-            return RowParallelMapping(hf, **copies)
-        case Kind.COLUMN_PARALLEL:
-            return ColumnParallelMapping(hf, **copies)
-        case Kind.QKV:
-            return QKVMapping(hf, model.num_query_groups, **copies)
-        case Kind.JOINED_QKV:
-            queries = model.num_attention_heads // model.num_query_groups
-            return JoinedQKVMapping(hf, model.num_query_groups, queries, **copies)
-        case Kind.JOINED_GATE_UP:
-            return JoinedGateUpMapping(hf, **copies)
-        case Kind.VOCAB_PARALLEL:
-            return VocabParallelMapping(hf, padded_vocab_size)
+    groups = model.num_query_groups
+    numbers = {
+        Kind.QKV: (groups,),
+        Kind.JOINED_QKV: (groups, model.num_attention_heads // groups),
+        Kind.VOCAB_PARALLEL: (padded_vocab_size,),
+    }
+    return _CLASSES[row.kind](hf, *numbers.get(row.kind, ()), **copies)

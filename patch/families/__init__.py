@@ -13,26 +13,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from patch.errors import ConfigError, shown
-from patch.families.bloom import BLOOM
+from patch.families import bloom, deepseek, dense, experts, relatives
 from patch.families.config_json import ConfigReader
-from patch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
-from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
-from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertsFamily, StackedPart, stacked_part
+from patch.families.dense import LLAMA
+from patch.families.experts import ExpertsFamily, StackedPart, stacked_part
 from patch.families.family import Family
 from patch.families.layers import EVERY_LAYER, expert_layers, layers_with_rope, layers_with_window
-from patch.families.relatives import (
-    BAICHUAN,
-    GEMMA2,
-    GEMMA3,
-    GLM4,
-    GRANITE,
-    INTERNLM2,
-    MINISTRAL3,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    SMOLLM3,
-)
 from patch.families.shape import (
     ALIBI_POSITIONS,
     EXPERT_FIELDS,
@@ -117,6 +103,13 @@ def traits_of(model: ModelConfig) -> Traits:
     return dataclasses.replace(family_called(model.model_type).traits, **flags)
 
 
+def parts_unlike_llama(model: ModelConfig) -> dict[str, Any]:
+    """Return the traits and OWN_FIELDS in which a model differs from LLaMA, with their values."""
+    traits, plain = dataclasses.asdict(traits_of(model)), dataclasses.asdict(LLAMA.traits)
+    own = {name: getattr(model, name) for name in model.own_fields}
+    return {name: value for name, value in traits.items() if value != plain[name]} | own
+
+
 def is_llama_like(model: ModelConfig) -> bool:
     """Return whether the layers have only LLaMA's parts, which Transformer Engine's layers have too."""
     return traits_of(model).is_llama_like and not model.own_fields
@@ -137,7 +130,7 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
     matching = {
         name: family
         for name, family in FAMILIES.items()
-        if _with_flags(family, traits) == traits
+        if _with_flags(family, model, traits) == traits
         and (family.slides is not None or not slides)
         and {*model.own_fields} <= family.own_fields
         and family.computes(model)
@@ -146,9 +139,12 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
     return next((matching[name] for name in names if name is not None and name in matching), None)
 
 
-def _with_flags(family: Family, traits: Traits) -> Traits:
+def _with_flags(family: Family, model: ModelConfig, traits: Traits) -> Traits:
     """Traits of a family, with those of `traits` in which its models differ."""
-    return dataclasses.replace(family.traits, **{name: getattr(traits, name) for name in family.flags})
+    flags = {name: getattr(traits, name) for name in family.flags}
+    if model.add_proj_bias:  # classes with it have biases of queries, keys and values too
+        flags["add_qkv_bias"] = True
+    return dataclasses.replace(family.traits, **flags)
 
 
 def reason_without_hf_class(model: ModelConfig) -> tuple[str, str]:
@@ -264,12 +260,9 @@ def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
     }
 
 
-for _family in (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2),
-    *(DEEPSEEK_V3, GLM4_MOE),
-    *(SMOLLM3, GRANITE, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA2, GEMMA3, INTERNLM2, BAICHUAN),
-):
-    register_family(_family)
+for _module in (dense, bloom, experts, deepseek, relatives):
+    for _family in _module.ALL:
+        register_family(_family)
 
 __all__ = [
     "ALIBI_POSITIONS", "AttentionBackend", "ConfigReader", "EVERY_LAYER", "EXPERT_FIELDS", "FAMILIES",
@@ -277,6 +270,6 @@ __all__ = [
     "SHAPE_FIELDS", "StackedPart", "TRAIT_FIELDS", "Traits", "TransformerImpl", "UNUSED_ROTARY_BASE",
     "WeightRow", "attended_channels", "differences", "expert_layers", "family_called", "family_of",
     "is_llama_like", "layer_matrices", "layers_with_rope", "layers_with_window", "own_traits",
-    "read_config", "reason_without_hf_class", "register_family", "stacked_part", "stored_rows",
-    "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
+    "parts_unlike_llama", "read_config", "reason_without_hf_class", "register_family", "stacked_part",
+    "stored_rows", "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
 ]  # fmt: skip

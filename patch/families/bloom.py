@@ -7,13 +7,14 @@ each model. The tokenizer has 250,680 words; the embedding is padded to 250,880 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
+from functools import partial
 from typing import Any
 
 from patch.families.config_json import ConfigReader, set_keys
 from patch.families.family import Family
 from patch.families.shape import ALIBI_POSITIONS, UNUSED_ROTARY_BASE, ModelConfig, Traits, preset
-from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT, Kind, Part, WeightRow
+from patch.families.weights import rows_named
 
 _KEYS = {
     "vocab_size": "vocab_size",
@@ -56,43 +57,16 @@ class _Bloom(Family):
         return has_its_widths and model.num_query_groups == heads
 
 
-def _rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
-    """Parameters in the order in which Hugging Face stores them; flags add no rows."""
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    query = model.num_attention_heads * model.kv_channels
-    qkv = query + 2 * model.num_query_groups * model.kv_channels
-
-    def rows(ours: str, theirs: str, part: Part, kind: Kind, shape: tuple[int, ...]) -> Iterator[WeightRow]:
-        """A weight and its bias; TP cuts the bias if it cuts the rows of the weight."""
-        layers = range(model.num_layers if "*" in ours else 1)
-        weight = {f"transformer.{theirs}.weight": shape}
-        yield WeightRow(f"{ours}.weight", part, kind, weight, layers=layers)
-        kind = Kind.REPLICATED if kind is Kind.ROW_PARALLEL else kind
-        bias = {f"transformer.{theirs}.bias": shape[:1]}
-        yield WeightRow(f"{ours}.bias", part, kind, bias, layers=layers)
-
-    def norm(ours: str, theirs: str) -> Iterator[WeightRow]:
-        return rows(ours, theirs, "norm", Kind.REPLICATED, (hidden,))
-
-    def matrix(ours: str, theirs: str, part: Part, kind: Kind, *shape: int) -> Iterator[WeightRow]:
-        return rows(f"decoder.layers.*.{ours}", f"h.*.{theirs}", part, kind, shape)
-
-    table = (model.vocab_size, hidden)
-    embedding = {"transformer.word_embeddings.weight": table}
-    output = {"lm_head.weight": table} if model.untie_embeddings_and_output_weights else embedding
-    cut, joined = Kind.COLUMN_PARALLEL, Kind.ROW_PARALLEL
-    return (
-        WeightRow(EMBEDDING_PARAMETER, "embedding", Kind.VOCAB_PARALLEL, embedding),
-        *norm("embedding.norm", "word_embeddings_layernorm"),
-        *norm("decoder.layers.*.input_layernorm", "h.*.input_layernorm"),
-        *matrix("self_attention.linear_qkv", "self_attention.query_key_value", "attention", cut, qkv, hidden),
-        *matrix("self_attention.linear_proj", "self_attention.dense", "attention", joined, hidden, query),
-        *norm("decoder.layers.*.pre_mlp_layernorm", "h.*.post_attention_layernorm"),
-        *matrix("mlp.linear_fc1", "mlp.dense_h_to_4h", "mlp", cut, ffn, hidden),
-        *matrix("mlp.linear_fc2", "mlp.dense_4h_to_h", "mlp", joined, hidden, ffn),
-        *norm("decoder.final_layernorm", "ln_f"),
-        WeightRow(TIED_OUTPUT, "head", Kind.VOCAB_PARALLEL, output),
-    )
+_NAMES = {
+    "model.layers.*.self_attn.o_proj.": "transformer.h.*.self_attention.dense.",
+    "model.layers.*.self_attn.": "transformer.h.*.self_attention.",
+    "model.layers.*.mlp.up_proj.": "transformer.h.*.mlp.dense_h_to_4h.",
+    "model.layers.*.mlp.down_proj.": "transformer.h.*.mlp.dense_4h_to_h.",
+    "model.layers.": "transformer.h.",
+    "model.embed_tokens.": "transformer.word_embeddings.",
+    "model.embed_norm.": "transformer.word_embeddings_layernorm.",
+    "model.norm.": "transformer.ln_f.",
+}
 
 
 def _preset(num_layers: int, hidden: int, heads: int) -> dict[str, Any]:
@@ -113,7 +87,7 @@ BLOOM = _Bloom(
         position_embedding_type="alibi",
         embedding_norm=True,
     ),
-    rows=_rows,
+    rows=partial(rows_named, _NAMES, joined={"query_key_value": "q_proj"}, is_grouped=True),
     presets={
         "bloom-560m": _preset(24, 1024, 16),
         "bloom-1b1": _preset(24, 1536, 16),
@@ -123,3 +97,5 @@ BLOOM = _Bloom(
         "bloom-176b": _preset(70, 14336, 112),
     },
 )  # fmt: skip
+
+ALL = (BLOOM,)

@@ -156,7 +156,7 @@ _OUTSIDE = "original_max_position_embeddings"
 """Key that some files have outside of the RoPE object; transformers prefers this place."""
 
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types`, and in the `rope_parameters` of families with a RoPE for the window."""
 
 
@@ -169,11 +169,11 @@ def read_rope(config: ConfigReader, own: Set[str] = frozenset()) -> dict[str, An
     fields: dict[str, Any] = {}
     if "rotary_base_local" in own:
         local = config.values.get("rope_parameters", {}) if isinstance(rope, dict) else {}
-        local = ConfigReader(config.file, (local or {}).get(_SLIDING) or {})
+        local = ConfigReader(config.file, (local or {}).get(SLIDING) or {})
         local.accept_only({"rope_type": "default"})
         base = config.number("rope_local_base_freq", config.number("rope_theta", 10000.0))
         fields["rotary_base_local"] = local.number("rope_theta", base)
-        rope = rope.get(_FULL) or ({} if _SLIDING in rope else rope)
+        rope = rope.get(FULL) or ({} if SLIDING in rope else rope)
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         config.refuse("rope_parameters", rope, "an object for all layers alike")
     inner = ConfigReader(config.file, rope)
@@ -264,5 +264,5 @@ def write_rope(
         if "rotary_percent" in own:
             rope["partial_rotary_factor"] = model.rotary_percent
         if "rotary_base_local" in own:
-            rope = {_FULL: rope, _SLIDING: {"rope_type": "default", "rope_theta": model.rotary_base_local}}
+            rope = {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": model.rotary_base_local}}
         described["rope_parameters"] = rope

@@ -5,15 +5,16 @@ Sources: arXiv:2405.04434, arXiv:2412.19437; the config.json that is published w
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from patch.families.config_json import ConfigReader
-from patch.families.experts import ExpertsFamily, rows_named
+from patch.families.experts import ExpertsFamily
 from patch.families.layers import expert_layers
 from patch.families.shape import ModelConfig, RouterScore, Traits, preset
+from patch.families.weights import WeightRow, rows_named
 
 _LATENT_KEYS = {
     "kv_lora_rank": "kv_lora_rank",
@@ -21,6 +22,12 @@ _LATENT_KEYS = {
     "qk_pos_emb_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
 }
+_EXPERT_KEYS = {
+    "num_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+_ROWS = partial(rows_named, {"mlp.shared_expert.": "mlp.shared_experts."})
 _GROUPS = {"moe_router_num_groups": "n_group", "moe_router_group_topk": "topk_group"}
 _METHODS = {False: "greedy", True: "group_limited_greedy"}
 """Whether experts of DeepSeek-V2 are grouped -> `topk_method`."""
@@ -31,6 +38,9 @@ class DeepSeekExperts(ExpertsFamily):
     """A family with DeepSeek's experts; with sigmoid scores the router is that of DeepSeek-V3."""
 
     score: RouterScore = "sigmoid"
+    rows: Callable[[ModelConfig, Traits], tuple[WeightRow, ...]] = _ROWS
+    expert_keys: Mapping[str, str] = field(default_factory=lambda: _EXPERT_KEYS)
+    own_of_router: Set[str] = frozenset({"logits", "weights", "unsorted"})
 
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         """Return ModelConfig's fields; see Family."""
@@ -142,22 +152,11 @@ class _DeepSeek(DeepSeekExperts):
         described |= {key: getattr(model, name) for name, key in sizes.items() if name in fields}
 
 
-_GLM_FLAGS = {"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"}
-
-
 class _Glm(DeepSeekExperts):
     """DeepSeek's experts after attention of grouped heads, which may have biases and norms."""
 
-    def read_config(self, config: ConfigReader) -> dict[str, Any]:
-        flags = {name: config.boolean(key, False) for name, key in _GLM_FLAGS.items()}
-        return super().read_config(config) | flags
-
     def computes(self, model: ModelConfig) -> bool:
         return not model.is_latent and super().computes(model)
-
-    def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
-        super().write_shape(described, model, fields)
-        described |= {key: getattr(model, name) for name, key in _GLM_FLAGS.items() if name in fields}
 
 
 def _check_quantization(config: ConfigReader) -> None:
@@ -203,21 +202,10 @@ V3_ROUTER: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router
 """Fields that all models with DeepSeek-V3's router share."""
 _V3: dict[str, Any] = {**V3_ROUTER, "moe_router_topk": 8, "q_lora_rank": 1536}
 
-EXPERT_KEYS = {
-    "num_experts": "n_routed_experts",
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-}
-_ROWS = partial(rows_named, {"mlp.shared_expert.": "mlp.shared_experts."})
-
 DEEPSEEK_V2 = _DeepSeek(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    traits=Traits(),
     type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
-    rows=_ROWS,
-    expert_keys=EXPERT_KEYS,
-    own_of_router=frozenset({"logits", "weights", "unsorted"}),
     has_polar_rope=True,
     score="softmax",
     presets={
@@ -232,11 +220,7 @@ DEEPSEEK_V2 = _DeepSeek(
 DEEPSEEK_V3 = _DeepSeek(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    traits=Traits(),
     type_keys=lambda model: {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    rows=_ROWS,
-    expert_keys=EXPERT_KEYS,
-    own_of_router=frozenset({"logits", "weights", "unsorted"}),
     presets={
         "moonlight-16B-A3B": _shape(
             27, 2048, 11264, 16, 64, 1408, **V3_ROUTER, vocab_size=163840, norm_epsilon=1e-5,
@@ -259,12 +243,8 @@ DEEPSEEK_V3 = _DeepSeek(
 GLM4_MOE = _Glm(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    traits=Traits(),
-    flags=frozenset(_GLM_FLAGS),
-    own_fields=frozenset({"rotary_percent"}),
-    rows=_ROWS,
-    expert_keys=EXPERT_KEYS,
-    own_of_router=frozenset({"logits", "weights", "unsorted"}),
+    fields=frozenset({"rotary_percent"}),
+    switches={"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"},
     presets={
         "glm-4.5-air": preset(
             46, 4096, 10944, 96, 8, **V3_ROUTER, kv_channels=128, vocab_size=151552, norm_epsilon=1e-5,
@@ -275,3 +255,5 @@ GLM4_MOE = _Glm(
         ),
     },
 )  # fmt: skip
+
+ALL = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE)

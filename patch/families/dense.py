@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from patch.families.config_json import ConfigReader
-from patch.families.family import Family, window_length
+from patch.families.family import ATTENTION_BIAS, BIASES, Family
 from patch.families.shape import ModelConfig, Traits, preset
 
 
@@ -53,8 +53,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    traits=Traits(),
-    type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
+    switches=BIASES,
     presets=_PRESETS,
 )
 
@@ -69,20 +68,14 @@ def _slides(config: ConfigReader) -> bool:
 
 def _window_keys(model: ModelConfig) -> dict[str, Any]:
     """Keys of the window; layers from number `max_window_layers` on have it."""
-    window = window_length(model)
-    return {
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-        "max_window_layers": 0 if window else 28,
-    }
+    slides = model.window_size is not None
+    return {"use_sliding_window": slides, "max_window_layers": 0 if slides else 28}
 
 
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    traits=Traits(),
     slides=lambda config: True,
-    type_keys=lambda model: {"sliding_window": window_length(model)},
 )
 """In version 0.1 all layers have the window."""
 
@@ -98,6 +91,9 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     traits=Traits(qk_layernorm=True),
+    switches=ATTENTION_BIAS,
     slides=_slides,
     type_keys=_window_keys,
 )
+
+ALL = (LLAMA, MISTRAL, QWEN2, QWEN3)

@@ -17,7 +17,7 @@ from patch.families.dense import MISTRAL
 from patch.families.family import Family
 from patch.families.layers import EVERY_LAYER, expert_layers, layers_text
 from patch.families.shape import MOST_EXPERTS, ModelConfig, Traits, preset
-from patch.families.weights import WeightRow, rows_joined
+from patch.families.weights import rows_named
 
 _NUMBER_OF_5 = "num_local_experts"
 """Key under which transformers 5 writes Qwen 3's number of experts (Mixtral's key)."""
@@ -118,19 +118,6 @@ _MIXTRAL_NAMES = {
 """Part of Qwen's tensor name -> Mixtral's part."""
 
 
-def rows_named(
-    names: Mapping[str, str], model: ModelConfig, traits: Traits, *, joined: Mapping[str, str] | None = None
-) -> tuple[WeightRow, ...]:
-    """Return the weight table (`rows_joined`) with parts of its tensor names replaced by `names`."""
-
-    def renamed(name: str) -> str:
-        found = [(theirs, ours) for theirs, ours in names.items() if theirs in name]
-        return name.replace(*found[0]) if found else name
-
-    rows = rows_joined(joined or {}, model, traits)
-    return tuple(row._replace(hf={renamed(name): shape for name, shape in row.hf.items()}) for row in rows)
-
-
 class StackedPart(NamedTuple):
     """Place of a folder's tensor in the memory of transformers 5, which stacks experts."""
 
@@ -174,9 +161,7 @@ def _qwen3(*size: int, width: int) -> dict[str, Any]:
 MIXTRAL = ExpertsFamily(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    traits=Traits(),
     slides=MISTRAL.slides,
-    type_keys=MISTRAL.type_keys,
     rows=partial(rows_named, _MIXTRAL_NAMES),
     expert_keys={"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
     own_of_router=frozenset({"weights"}),
@@ -228,3 +213,5 @@ QWEN3_MOE = ExpertsFamily(
         "235B-A22B": _qwen3(94, 4096, 12288, 64, 4, width=1536),
     },
 )  # fmt: skip
+
+ALL = (MIXTRAL, QWEN2_MOE, QWEN3_MOE)

@@ -9,9 +9,17 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from patch.families.config_json import ROPE_FIELDS, ConfigReader, read_rope, set_keys, write_rope
+from patch.families.config_json import (
+    FULL,
+    ROPE_FIELDS,
+    SLIDING,
+    ConfigReader,
+    read_rope,
+    set_keys,
+    write_rope,
+)
 from patch.families.layers import layers_with_window, skipped_text
-from patch.families.shape import MOST_LAYERS, TRAIT_FIELDS, ModelConfig, Traits
+from patch.families.shape import MOST_LAYERS, OWN_FIELDS, TRAIT_FIELDS, ModelConfig, Traits
 from patch.families.weights import WeightRow, dense_rows
 
 _SIZES: dict[str, str] = {
@@ -28,8 +36,9 @@ _KEYS = {**_SIZES, "norm_epsilon": "rms_norm_eps"}
 """ModelConfig's field -> config.json's key of the same value; `_SIZES` are whole numbers."""
 
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-"""Kinds of layers in `layer_types`."""
+ATTENTION_BIAS = {"add_proj_bias": "attention_bias"}
+"""For `Family.switches`: the key is also that of biases of queries, keys and values."""
+BIASES = {**ATTENTION_BIAS, "add_mlp_bias": "mlp_bias"}
 
 
 def window_length(model: ModelConfig) -> int | None:
@@ -44,7 +53,7 @@ class Family:
     model_type: str
     architecture: str
     """Class in transformers, as in config.json's `architectures`."""
-    traits: Traits
+    traits: Traits = Traits()
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """MODEL_SIZE -> ModelConfig's fields. Fields that a size leaves out keep their defaults."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -53,12 +62,12 @@ class Family:
     """Whether layers use `sliding_window` if no `layer_types` say it, or None if they never do."""
     type_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """Keys for traits that only this family's config.json has."""
-    flags: Set[str] = frozenset()
-    """The traits, which flags set, in which its models differ."""
-    own_fields: Set[str] = frozenset()
-    """The OWN_FIELDS that the class in transformers has."""
+    fields: Set[str] = frozenset()
+    """Traits that are flags, and OWN_FIELDS, in which its models differ, beside the next two tables."""
     numbers: Mapping[str, str] = field(default_factory=dict)
     """One of OWN_FIELDS -> config.json's key of the same number; null is None."""
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """Field -> config.json's key of the same boolean."""
     full_every: int | None = None
     """Every Nth layer has no window if no `layer_types` say it, or None if all layers are alike."""
     activation_key: str = "hidden_act"
@@ -86,6 +95,8 @@ class Family:
         if heads < 1:
             config.refuse("num_attention_heads", heads, "at least 1")
         config.integer("num_hidden_layers", at_most=MOST_LAYERS)
+        switches = {name: config.boolean(key, False) for name, key in self.switches.items()}
+        has_qkv_bias = self.traits.add_qkv_bias or switches.get("add_proj_bias", False)
         derived = {"num_query_groups": heads, "kv_channels": hidden // heads}
         return {
             "model_type": self.model_type,
@@ -93,6 +104,8 @@ class Family:
             "norm_epsilon": config.number("rms_norm_eps", 1e-6),
             "untie_embeddings_and_output_weights": not config.boolean("tie_word_embeddings", False),
             **{name: getattr(self.traits, name) for name in TRAIT_FIELDS},
+            "add_qkv_bias": has_qkv_bias,
+            **switches,
             **self._window(config),
             **read_rope(config, self.own_fields),
             **{
@@ -101,26 +114,38 @@ class Family:
             },
         }
 
+    @property
+    def own_fields(self) -> Set[str]:
+        """The OWN_FIELDS that the class in transformers has."""
+        return OWN_FIELDS.keys() & {*self.fields, *self.numbers, *self.switches}
+
+    @property
+    def flags(self) -> Set[str]:
+        """The traits, which flags set, in which its models differ."""
+        return {*self.fields, *self.switches} - OWN_FIELDS.keys()
+
     def computes(self, model: ModelConfig) -> bool:
         """Return whether the class in transformers, given its traits, has these widths and experts."""
         return model.num_experts is None and not model.is_latent
 
     def _window(self, config: ConfigReader) -> dict[str, Any]:
         """Fields of the window. Hugging Face's window length counts the token itself, ours does not."""
-        window, kinds = config.values.get("sliding_window"), config.values.get("layer_types")
-        number = config.integer("num_hidden_layers")
-        if window is None or not config.boolean("use_sliding_window", True) or self.slides is None:
-            self._check_kinds(config, [[_FULL] * number])
-            return {"window_size": None}
-        if self.full_every is None:
-            self._check_kinds(config, [[kind] * number for kind in (_FULL, _SLIDING)])
-            slides = [*range(number)] if (kinds[0] == _SLIDING if kinds else self.slides(config)) else []
-        else:
-            full_every = config.integer("sliding_window_pattern", self.full_every)
-            kinds = kinds or [_SLIDING if (n + 1) % full_every else _FULL for n in range(number)]
-            if len(kinds) != number or not {*kinds} <= {_FULL, _SLIDING}:
-                config.refuse("layer_types", kinds, f"{_FULL} or {_SLIDING} for each of {number} layers")
-            slides = [n for n, kind in enumerate(kinds) if kind == _SLIDING]
+        number, kinds = config.integer("num_hidden_layers"), config.values.get("layer_types")
+        window, decide = config.values.get("sliding_window"), self.slides
+        if window is None or not config.boolean("use_sliding_window", True):
+            decide = None
+        legal = [[FULL] * number, *([[SLIDING] * number] if decide else ())]
+        if decide and self.full_every is not None:
+            every = config.integer("sliding_window_pattern", self.full_every)
+            kinds = kinds or [SLIDING if (n + 1) % every else FULL for n in range(number)]
+            if len(kinds) != number or not {*kinds} <= {FULL, SLIDING}:
+                config.refuse("layer_types", kinds, f"{FULL} or {SLIDING} for each of {number} layers")
+        elif kinds is None:
+            kinds = legal[int(decide is not None and decide(config))]
+        elif kinds not in legal:
+            words = " or ".join(each[0] for each in legal)
+            config.refuse("layer_types", kinds, f"{words} for all {number} layers")
+        slides = [n for n, kind in enumerate(kinds) if kind == SLIDING]
         if not slides:
             return {"window_size": None}
         if config.integer("sliding_window") < 1:
@@ -129,21 +154,20 @@ class Family:
         fields = {"window_size": (config.integer("sliding_window") - 1, 0)}
         return fields if self.full_every is None else {**fields, "window_attn_skip_freq": skipped}
 
-    def _check_kinds(self, config: ConfigReader, legal: list[list[str]]) -> None:
-        kinds = config.values.get("layer_types")
-        if kinds is not None and kinds not in legal:
-            words = " or ".join(each[0] for each in legal)
-            config.refuse("layer_types", kinds, f"{words} for all {len(legal[0])} layers")
-
     def write_type(self, described: dict[str, Any], model: ModelConfig) -> None:
         """Set the keys of config.json that state family and traits; `described` is changed in place."""
         described |= {"architectures": [self.architecture], "model_type": self.model_type}
         described.pop("layer_types", None)  # transformers 5 derives it from the window
         described |= {**self.type_keys(model), self.activation_key: self.traits.activation}
+        described |= {key: getattr(model, name) for name, key in self.switches.items()}
+        if {"rotary_base_local", "llama_4_scaling_beta"} & self.own_fields:  # no keys of transformers 4
+            described["rope_parameters"] = {}
+        if self.slides is not None:
+            described["sliding_window"] = window_length(model)
         if self.full_every is not None:
             slides = layers_with_window(model)
-            kinds = [_SLIDING if n in slides else _FULL for n in range(model.num_layers)]
-            described |= {"layer_types": kinds, "sliding_window": window_length(model)}
+            kinds = [SLIDING if n in slides else FULL for n in range(model.num_layers)]
+            described["layer_types"] = kinds
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         """Set the keys of config.json for some `fields` of the model, without the keys of `write_type`."""

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from patch.families.config_json import ConfigReader
-from patch.families.experts import rows_named
-from patch.families.family import Family, window_length
+from patch.families.family import ATTENTION_BIAS, BIASES, Family
 from patch.families.layers import layers_with_rope, skipped_text
 from patch.families.shape import UNUSED_ROTARY_BASE, ModelConfig, Traits
-from patch.families.weights import Kind, WeightRow, rows_joined
+from patch.families.weights import rows_named
 
 
 class _SmolLM3(Family):
@@ -42,8 +41,8 @@ def _rope_marks(model: ModelConfig) -> dict[str, Any]:
 SMOLLM3 = _SmolLM3(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    traits=Traits(),
-    own_fields=frozenset({"no_rope_freq"}),
+    fields=frozenset({"no_rope_freq"}),
+    switches=BIASES,
     type_keys=_rope_marks,
 )
 
@@ -51,7 +50,7 @@ OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     traits=Traits(norm_placement="behind", qk_layernorm=True, qk_norm_of="all heads"),
-    type_keys=lambda model: {"attention_bias": False},
+    switches=ATTENTION_BIAS,
 )
 
 OLMO3 = Family(
@@ -60,8 +59,8 @@ OLMO3 = Family(
     traits=OLMO2.traits,
     slides=lambda config: True,
     full_every=4,
-    own_fields=frozenset({"window_attn_skip_freq", "rotary_base_local"}),
-    type_keys=lambda model: {"attention_bias": False, "rope_parameters": {}},
+    fields=frozenset({"window_attn_skip_freq", "rotary_base_local"}),
+    switches=ATTENTION_BIAS,
 )
 """Layers with the window have RoPE without scaling."""
 
@@ -75,26 +74,16 @@ _FACTORS = {
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
-    traits=Traits(),
-    own_fields=_FACTORS.keys(),
     numbers=_FACTORS,
-    type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
+    switches=BIASES,
 )
 
 MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
-    traits=Traits(),
     slides=lambda config: True,
-    own_fields=frozenset({"llama_4_scaling_beta"}),
-    type_keys=lambda model: {"sliding_window": window_length(model), "rope_parameters": {}},
+    fields=frozenset({"llama_4_scaling_beta"}),
 )
-
-
-class _Glm4(Family):
-    def read_config(self, config: ConfigReader) -> dict[str, Any]:
-        """Only the first models have biases on queries, keys and values."""
-        return {**super().read_config(config), "add_qkv_bias": config.boolean("attention_bias", True)}
 
 
 _GLM4_NAMES = {
@@ -102,25 +91,22 @@ _GLM4_NAMES = {
     ".post_attention_layernorm": ".post_self_attn_layernorm",
     ".post_feedforward_layernorm": ".post_mlp_layernorm",
 }
-GLM4 = _Glm4(
+GLM4 = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
     traits=Traits(norm_placement="both", rotary_interleaved=True),
-    flags=frozenset({"add_qkv_bias"}),
-    own_fields=frozenset({"rotary_percent"}),
+    fields=frozenset({"rotary_percent"}),
+    switches={"add_qkv_bias": "attention_bias"},
     defaults={"partial_rotary_factor": 0.5},
-    type_keys=lambda model: {"attention_bias": model.add_qkv_bias},
     rows=partial(rows_named, _GLM4_NAMES, joined={"gate_up_proj": "gate_proj"}),
 )
 
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    traits=Traits(),
     slides=lambda config: True,
-    own_fields=frozenset({"rotary_percent"}),
-    type_keys=lambda model: {"sliding_window": window_length(model)},
-    rows=partial(rows_joined, {"qkv_proj": "q_proj", "gate_up_proj": "gate_proj"}),
+    fields=frozenset({"rotary_percent"}),
+    rows=partial(rows_named, {}, joined={"qkv_proj": "q_proj", "gate_up_proj": "gate_proj"}),
 )
 """Phi-3 and Phi-4 up to 4 Ki and 16 Ki tokens; LongRoPE is refused."""
 
@@ -147,13 +133,11 @@ class _Gemma(Family):
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         super().write_shape(described, model, fields)
         if "softmax_scale" in fields:
-            scale = model.softmax_scale or model.kv_channels**-0.5
-            described["query_pre_attn_scalar"] = round(scale**-2, 6)
-            if described["query_pre_attn_scalar"] % 1 == 0:
-                described["query_pre_attn_scalar"] = int(described["query_pre_attn_scalar"])
+            scalar = round((model.softmax_scale or model.kv_channels**-0.5) ** -2, 6)
+            described["query_pre_attn_scalar"] = int(scalar) if scalar % 1 == 0 else scalar
 
 
-_OF_GEMMA = {*_CAP, "window_attn_skip_freq", "softmax_scale", "embedding_multiplier"}
+_OF_GEMMA = frozenset({"window_attn_skip_freq", "softmax_scale", "embedding_multiplier"})
 _GEMMA_TRAITS = Traits(
     activation="gelu_pytorch_tanh", norm_placement="both", layernorm_zero_centered_gamma=True
 )
@@ -163,9 +147,9 @@ GEMMA2 = _Gemma(
     traits=_GEMMA_TRAITS,
     slides=lambda config: True,
     full_every=2,
-    own_fields=_OF_GEMMA | {"attn_logit_softcapping"},
+    fields=_OF_GEMMA,
+    switches=ATTENTION_BIAS,
     numbers=_CAP | {"attn_logit_softcapping": "attn_logit_softcapping"},
-    type_keys=lambda model: {"attention_bias": False},
 )
 
 GEMMA3 = _Gemma(
@@ -174,10 +158,10 @@ GEMMA3 = _Gemma(
     traits=replace(_GEMMA_TRAITS, qk_layernorm=True),
     slides=lambda config: True,
     full_every=6,
-    own_fields=_OF_GEMMA | {"rotary_base_local"},
+    fields=_OF_GEMMA | {"rotary_base_local"},
+    switches=ATTENTION_BIAS,
     numbers=_CAP,
     local_base_key="rope_local_base_freq",
-    type_keys=lambda model: {"attention_bias": False, "rope_parameters": {}},
 )
 """The text models; layers with the window have their own RoPE base."""
 
@@ -193,25 +177,16 @@ _INTERNLM2_NAMES = {
     ".post_attention_layernorm.": ".ffn_norm.",
 }
 
-
-def _internlm2_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
-    """Return the table; wqkv has megatron-core's order, group by group."""
-    rows = rows_named(_INTERNLM2_NAMES, model, traits, joined={"wqkv": "q_proj"})
-    cut = Kind.COLUMN_PARALLEL
-    return tuple(row._replace(kind=cut) if row.kind is Kind.JOINED_QKV else row for row in rows)
-
-
 INTERNLM2 = Family(
     model_type="internlm2",
     architecture="InternLM2ForCausalLM",
-    traits=Traits(),
     type_keys=lambda model: {"bias": False},
-    rows=_internlm2_rows,
+    rows=partial(rows_named, _INTERNLM2_NAMES, joined={"wqkv": "q_proj"}, is_grouped=True),
 )
 """InternLM 2 and 2.5. transformers has no such class: its folders have code, which is not run here."""
 
 _BAICHUAN2_WORDS = 125696
-"""Baichuan 2's vocabulary, the only mark of its output layer, which normalizes its weight."""
+"""Words of Baichuan 2, the only mark in config.json of its output layer, which normalizes its weight."""
 
 
 class _Baichuan(Family):
@@ -221,16 +196,15 @@ class _Baichuan(Family):
         longest = config.integer("max_position_embeddings" if has_rope else "model_max_length", 4096)
         values = {**config.values, "max_position_embeddings": longest}
         fields = super().read_config(ConfigReader(config.file, values))
-        if fields["vocab_size"] == _BAICHUAN2_WORDS:
-            expected = "Baichuan 1: Baichuan 2's output layer, which normalizes its weight, is not supported"
-            config.refuse("vocab_size", _BAICHUAN2_WORDS, expected)
+        fields["normalize_output_weight"] = fields["vocab_size"] >= _BAICHUAN2_WORDS
         alibi = {"position_embedding_type": "alibi", "rotary_base": UNUSED_ROTARY_BASE}
         return fields if has_rope else {**fields, **alibi}
 
     def computes(self, model: ModelConfig) -> bool:
         """LLaMA with ALiBi, by a flag, has the same layers; its weights keep LLaMA's names."""
-        has_alibi = model.position_embedding_type == "alibi"
-        return super().computes(model) and (not has_alibi or model.model_type == self.model_type)
+        has_alibi, has_norm = model.position_embedding_type == "alibi", model.normalize_output_weight
+        is_own = has_norm == (model.vocab_size >= _BAICHUAN2_WORDS)
+        return super().computes(model) and is_own and (not has_alibi or model.model_type == self.model_type)
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         super().write_shape(described, model, fields)
@@ -243,8 +217,12 @@ class _Baichuan(Family):
 BAICHUAN = _Baichuan(
     model_type="baichuan",
     architecture="BaichuanForCausalLM",
-    traits=Traits(),
-    flags=frozenset({"position_embedding_type"}),
-    rows=partial(rows_joined, {"W_pack": "q_proj"}),
+    fields=frozenset({"position_embedding_type", "normalize_output_weight"}),
+    rows=partial(rows_named, {}, joined={"W_pack": "q_proj"}),
 )
-"""Baichuan 1, with code in its folders as InternLM 2; 13B has ALiBi."""
+"""Baichuan 1 and 2, with code in its folders as InternLM 2; 13B has ALiBi."""
+
+ALL = (
+    *(SMOLLM3, GRANITE, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA2, GEMMA3),
+    *(INTERNLM2, BAICHUAN),
+)

@@ -97,6 +97,8 @@ class ModelConfig:
     )
     norm_epsilon: float = flag("epsilon inside the norms", 1e-5, above=0)
     add_qkv_bias: bool = flag("biases on queries, keys and values (Qwen 2)", False)
+    add_proj_bias: bool = flag("a bias on attention's output", False)
+    add_mlp_bias: bool = flag("biases of the MLPs", False)
     qk_layernorm: bool = flag("RMSNorm of each query and key head before RoPE (Qwen 3)", False)
     window_size: Window = flag(
         "sliding window, LEFT,0: a token attends to itself and LEFT tokens before it; none: to all before it",
@@ -128,6 +130,7 @@ class ModelConfig:
     embedding_multiplier: float = flag("factor of the embedding's output", 1.0, above=0)
     residual_multiplier: float = flag("factor of what attention and MLP add to the stream", 1.0, above=0)
     logits_scaling: float = flag("divisor of the logits", 1.0, above=0)
+    normalize_output_weight: bool = flag("divide each row of the output layer's weight by its norm", False)
     attn_logit_softcapping: float | None = flag(
         "attention scores s become cap * tanh(s / cap), from all scores; 0: no cap", none=0
     )
@@ -328,7 +331,8 @@ OWN_FIELDS: dict[str, Any] = {
     if field.name in {
         "window_attn_skip_freq", "rotary_percent", "rotary_base_local", "no_rope_freq",
         "llama_4_scaling_beta", "softmax_scale", "embedding_multiplier", "residual_multiplier",
-        "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping",
+        "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping", "normalize_output_weight",
+        "add_proj_bias", "add_mlp_bias",
     }
 }  # fmt: skip
 """Fields that only some families have, and their values without effect; earlier runs lack these fields."""

@@ -7,7 +7,7 @@ shapes and shares in use.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Literal, NamedTuple
 
@@ -131,57 +131,92 @@ def dense_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
     """
     table = (model.vocab_size, model.hidden_size)
     output = "lm_head" if model.untie_embeddings_and_output_weights else "model.embed_tokens"
-    norm, embedding = {"model.norm.weight": (model.hidden_size,)}, {"model.embed_tokens.weight": table}
-    return (
+    embedding = {"model.embed_tokens.weight": table}
+
+    def norm(name: str, theirs: str) -> WeightRow:
+        return WeightRow(f"{name}.weight", "norm", Kind.REPLICATED, {f"model.{theirs}.weight": table[1:]})
+
+    rows = (
         WeightRow(EMBEDDING_PARAMETER, "embedding", Kind.VOCAB_PARALLEL, embedding),
+        *([norm("embedding.norm", "embed_norm")] if traits.embedding_norm else ()),
         *_layer_rows(model, traits),
-        WeightRow("decoder.final_layernorm.weight", "norm", Kind.REPLICATED, norm),
+        norm("decoder.final_layernorm", "norm"),
         WeightRow(TIED_OUTPUT, "head", Kind.VOCAB_PARALLEL, {f"{output}.weight": table}),
     )
+    return *rows, *_biases(rows, model, traits)
 
 
-_BEFORE = ("input_layernorm", "input_layernorm")
+_BEFORE, _OF_ATTENTION, _OF_MLP = (
+    ("input_layernorm", "input_layernorm"),
+    ("self_attn_bda.norm", "post_attention_layernorm"),
+    ("mlp_bda.norm", "post_feedforward_layernorm"),
+)
 _NORMS = {
     "before": ([_BEFORE], [("pre_mlp_layernorm", "post_attention_layernorm")]),
-    "behind": (
-        [("self_attn_bda.norm", "post_attention_layernorm")],
-        [("mlp_bda.norm", "post_feedforward_layernorm")],
-    ),
-    "both": (
-        [_BEFORE, ("self_attn_bda.norm", "post_attention_layernorm")],
-        [
-            ("pre_mlp_layernorm", "pre_feedforward_layernorm"),
-            ("mlp_bda.norm", "post_feedforward_layernorm"),
-        ],
-    ),
+    "behind": ([_OF_ATTENTION], [_OF_MLP]),
+    "both": ([_BEFORE, _OF_ATTENTION], [("pre_mlp_layernorm", "pre_feedforward_layernorm"), _OF_MLP]),
 }
 """`Traits.norm_placement` -> our and Hugging Face's names of the norms of attention and of the MLP."""
 
 
-def rows_joined(joined: Mapping[str, str], model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
-    """Return `dense_rows` with one tensor in place of several.
+def rows_named(
+    names: Mapping[str, str],
+    model: ModelConfig,
+    traits: Traits,
+    *,
+    joined: Mapping[str, str] | None = None,
+    is_grouped: bool = False,
+) -> tuple[WeightRow, ...]:
+    """Return `dense_rows` with parts of its tensor names replaced by `names`.
 
     Args:
-        joined: name of the joined tensor -> name of the first of the tensors that it replaces.
+        joined: name of a tensor -> name of the first of the tensors that it replaces.
+        is_grouped: whether joined queries, keys and values have megatron-core's order, group by group.
     """
-    return tuple(_join(row, joined) for row in dense_rows(model, traits))
+    qkv = Kind.COLUMN_PARALLEL if is_grouped else Kind.JOINED_QKV
+
+    def renamed(name: str) -> str:
+        found = [(theirs, ours) for theirs, ours in names.items() if theirs in name]
+        return name.replace(*found[0]) if found else name
+
+    rows = (_join(row, joined or {}, qkv) for row in dense_rows(model, traits))
+    return tuple(row._replace(hf={renamed(name): shape for name, shape in row.hf.items()}) for row in rows)
 
 
-def _join(row: WeightRow, joined: Mapping[str, str]) -> WeightRow:
+def _join(row: WeightRow, joined: Mapping[str, str], qkv: Kind) -> WeightRow:
     first, *_ = row.hf
-    above, _, name = first.removesuffix(".weight").rpartition(".")
+    *above, name, end = first.split(".")
     for tensor, part in joined.items():
-        if name == part and row.kind in (Kind.QKV, Kind.COLUMN_PARALLEL) and row.is_matrix:
-            kind = Kind.JOINED_QKV if row.kind is Kind.QKV else Kind.JOINED_GATE_UP
+        if name == part and row.kind in (Kind.QKV, Kind.COLUMN_PARALLEL):
+            kind = qkv if row.kind is Kind.QKV else Kind.JOINED_GATE_UP
             shape = (sum(shape[0] for shape in row.hf.values()), *row.hf[first][1:])
-            return row._replace(kind=kind, hf={f"{above}.{tensor}.weight": shape})
+            return row._replace(kind=kind, hf={".".join((*above, tensor, end)): shape})
     return row
+
+
+def _biases(rows: Sequence[WeightRow], model: ModelConfig, traits: Traits) -> Iterator[WeightRow]:
+    """Yield the biases beside weights; TP cuts a bias if it cuts the rows of the weight."""
+    is_all, layer = traits.add_bias_linear, "decoder.layers.*."
+    biased = {
+        f"{layer}self_attention.linear_qkv": is_all or traits.add_qkv_bias,
+        f"{layer}self_attention.linear_proj": is_all or model.add_proj_bias,
+        f"{layer}mlp.linear_fc1": is_all or model.add_mlp_bias,
+        f"{layer}mlp.linear_fc2": is_all or model.add_mlp_bias,
+    }
+    for row in rows:
+        name = row.name.removesuffix(".weight")
+        if biased.get(name, row.part == "norm" and traits.normalization == "LayerNorm"):
+            kind = Kind.REPLICATED if row.kind is Kind.ROW_PARALLEL else row.kind
+            hf = {f"{tensor.removesuffix('weight')}bias": shape[:1] for tensor, shape in row.hf.items()}
+            yield row._replace(name=f"{name}.bias", kind=kind, hf=hf)
 
 
 class _LayerRow(NamedTuple):
     """Factory of rows of some layers; tensor and parameter names are relative to the layer."""
 
     layers: Sequence[int]
+    model: ModelConfig
+    traits: Traits
 
     def __call__(
         self, name: str, part: Part, kind: Kind, hf: Mapping[str, tuple[int, ...]], **own: Any
@@ -198,7 +233,7 @@ def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
     hidden, head = model.hidden_size, model.kv_channels
     query, key = model.num_attention_heads * head, model.num_query_groups * head
     qkv = {"q": query, "k": key, "v": key}
-    row = _LayerRow(range(model.num_layers))
+    row = _LayerRow(range(model.num_layers), model, traits)
     norm = row.norm
     norms = _NORMS[traits.norm_placement]
     of_attention, of_mlp = ([norm(*names, hidden) for names in each] for each in norms)
@@ -206,29 +241,26 @@ def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
     merged = row("self_attention.linear_qkv.weight", "attention", Kind.QKV, matrices)
     output = {"self_attn.o_proj.weight": (hidden, model.num_attention_heads * model.value_channels)}
     with_experts = expert_layers(model)
-    dense = _LayerRow([n for n in row.layers if n not in with_experts] if with_experts else row.layers)
+    dense = [n for n in row.layers if n not in with_experts] if with_experts else row.layers
     rows = [
         *of_attention,
-        *(_latents(row, model) if model.is_latent else [merged]),
+        *(_latents(row) if model.is_latent else [merged]),
         row("self_attention.linear_proj.weight", "attention", Kind.ROW_PARALLEL, output),
         *of_mlp,
-        *(_mlp(dense, "mlp", "mlp", "mlp", model.ffn_hidden_size, model, traits) if dense.layers else ()),
-        *(_experts(_LayerRow(with_experts), model, traits) if with_experts else ()),
+        *(_mlp(row._replace(layers=dense), "mlp", "mlp", "mlp", model.ffn_hidden_size) if dense else ()),
+        *(_experts(row._replace(layers=with_experts)) if with_experts else ()),
     ]
-    if traits.add_qkv_bias:
-        biases = {f"self_attn.{name}_proj.bias": (count,) for name, count in qkv.items()}
-        rows.append(row("self_attention.linear_qkv.bias", "attention", Kind.QKV, biases))
-    if traits.qk_layernorm and traits.qk_norm_of == "head":
-        rows += [norm(f"self_attention.{n}_layernorm", f"self_attn.{n}_norm", head) for n in ("q", "k")]
-    elif traits.qk_layernorm:
-        for n in ("q", "k"):
-            weight = {f"self_attn.{n}_norm.weight": (qkv[n],)}
-            rows.append(row(f"self_attention.{n}_layernorm.weight", "norm", Kind.COLUMN_PARALLEL, weight))
+    is_each = traits.qk_norm_of == "head"
+    for n in ("q", "k") if traits.qk_layernorm else ():
+        kind = Kind.REPLICATED if is_each else Kind.COLUMN_PARALLEL
+        weight = {f"self_attn.{n}_norm.weight": (head if is_each else qkv[n],)}
+        rows.append(row(f"self_attention.{n}_layernorm.weight", "norm", kind, weight))
     return rows
 
 
-def _latents(row: _LayerRow, model: ModelConfig) -> list[WeightRow]:
+def _latents(row: _LayerRow) -> list[WeightRow]:
     """Weights of latent attention's queries, keys and values. Every TP rank computes whole latents."""
+    model = row.model
     rank, rope, heads = model.kv_lora_rank, model.qk_pos_emb_head_dim, model.num_attention_heads
     assert rank and rope and model.qk_head_dim
 
@@ -253,42 +285,31 @@ def _latents(row: _LayerRow, model: ModelConfig) -> list[WeightRow]:
     ]
 
 
-def _mlp(
-    row: _LayerRow,
-    name: str,
-    theirs: str,
-    part: Part,
-    width: int,
-    model: ModelConfig,
-    traits: Traits,
-    **own: Any,
-) -> list[WeightRow]:
-    given = ("gate", "up") if traits.gated_linear_unit else ("up",)
-    first = {f"{theirs}.{each}_proj.weight": (width, model.hidden_size) for each in given}
-    second = {f"{theirs}.down_proj.weight": (model.hidden_size, width)}
+def _mlp(row: _LayerRow, name: str, theirs: str, part: Part, width: int, **own: Any) -> list[WeightRow]:
+    given = ("gate", "up") if row.traits.gated_linear_unit else ("up",)
+    first = {f"{theirs}.{each}_proj.weight": (width, row.model.hidden_size) for each in given}
+    second = {f"{theirs}.down_proj.weight": (row.model.hidden_size, width)}
     return [
         row(f"{name}.linear_fc1.weight", part, Kind.COLUMN_PARALLEL, first, **own),
         row(f"{name}.linear_fc2.weight", part, Kind.ROW_PARALLEL, second, **own),
     ]
 
 
-def _experts(row: _LayerRow, model: ModelConfig, traits: Traits) -> list[WeightRow]:
+def _experts(row: _LayerRow) -> list[WeightRow]:
     """Parameters of a layer with experts, with Qwen's names; an EP rank has E / EP experts, from 0 on."""
+    model = row.model
     hidden, number, shared = model.hidden_size, model.num_experts, model.moe_shared_expert_intermediate_size
     assert number is not None
     own = {"num_experts": number, "active": model.moe_router_topk / number}
     rows = [
         row("mlp.router.weight", "router", Kind.REPLICATED, {"mlp.gate.weight": (number, hidden)}),
-        *_mlp(
-            row, "mlp.experts.local_experts.#", "mlp.experts.#", "expert", model.expert_width, model, traits,
-            **own,
-        ),
-    ]  # fmt: skip
+        *_mlp(row, "mlp.experts.local_experts.#", "mlp.experts.#", "expert", model.expert_width, **own),
+    ]
     if model.moe_router_enable_expert_bias:
         bias = {"mlp.gate.e_score_correction_bias": (number,)}
         rows.insert(1, row("mlp.router.expert_bias", "router", Kind.REPLICATED, bias, is_buffer=True))
     if shared:
-        rows += _mlp(row, "mlp.shared_experts", "mlp.shared_expert", "shared expert", shared, model, traits)
+        rows += _mlp(row, "mlp.shared_experts", "mlp.shared_expert", "shared expert", shared)
         if model.moe_shared_expert_gate:
             gate = {"mlp.shared_expert_gate.weight": (1, hidden)}
             rows.append(row("mlp.shared_experts.gate_weight", "router", Kind.REPLICATED, gate))

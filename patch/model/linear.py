@@ -178,12 +178,20 @@ PLAIN = Product()
 
 
 class _ParallelLinearBase:
-    """Common base of Column and Row. With `in_pieces`, collectives are chunked with the plain product."""
+    """Common base of Column and Row. With `in_pieces`, collectives are chunked with the plain product.
+
+    megatron-core passes `bias` for all linear layers alike; `has_bias` adds one to this layer.
+    """
 
     def __init__(
-        self, *arguments: Any, product: Product = PLAIN, in_pieces: bool = False, **named: Any
+        self,
+        *arguments: Any,
+        product: Product = PLAIN,
+        in_pieces: bool = False,
+        has_bias: bool = False,
+        **named: Any,
     ) -> None:
-        super().__init__(*arguments, **named)
+        super().__init__(*arguments, **named | ({"bias": True} if has_bias else {}))
         assert product is PLAIN or not in_pieces
         self.product, self.in_pieces = product.of(self.weight), in_pieces  # type: ignore[attr-defined]
         if product.adds_bias:

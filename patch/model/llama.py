@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -99,9 +100,6 @@ class LlamaModel(LanguageModule):
             # Set on the instance, because megatron-core builds this layer.
             layer = self.embedding.word_embeddings
             layer.forward = partial(look_up, layer)
-        self.embedding_noise, is_scaled = EmbeddingNoise(), family_called(model.model_type).scales_embedding
-        if self.pre_process and not is_scaled:  # before norm and factor, which follow transformers' embedding
-            self.embedding.register_forward_hook(self.embedding_noise)
         if traits.embedding_norm and self.pre_process:
             # The spec does not include the embedding. With SP the norm gets this rank's part of the tokens.
             self.embedding.norm = builder.norm(self.config, model.hidden_size, model.norm_epsilon)
@@ -111,8 +109,11 @@ class LlamaModel(LanguageModule):
             dtype = builder.upstream.params_dtype
             factor = torch.tensor(model.embedding_multiplier, dtype=dtype, device="cpu").item()
             self.embedding.register_forward_hook(lambda embedding, inputs, output: output * factor)
-        if self.pre_process and is_scaled:
-            self.embedding.register_forward_hook(self.embedding_noise)
+        self.embedding_noise = EmbeddingNoise()
+        if self.pre_process:  # before norm and factor, if they follow transformers' embedding
+            is_first = not family_called(model.model_type).scales_embedding
+            self.embedding.register_forward_hook(self.embedding_noise, prepend=is_first)
+        self._is_output_normalized = model.normalize_output_weight
         self._of_logits, self._cap = 1.0 / model.logits_scaling, model.final_logit_softcapping
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
@@ -205,9 +206,7 @@ class LlamaModel(LanguageModule):
             hidden = hidden * self._of_logits
         if labels is not None and loss_mask is not None:
             return self.summed_loss(hidden, labels, loss_mask)
-        is_tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if is_tied else None
-        logits, _ = self.output_layer(hidden, weight=weight)
+        logits, _ = self.output_layer(hidden, weight=self._output_weight())
         if self._cap is not None:
             logits = self._cap * torch.tanh(logits / self._cap)
         if labels is None:
@@ -219,6 +218,12 @@ class LlamaModel(LanguageModule):
         if self.pre_process:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
+
+    def _output_weight(self) -> torch.Tensor:
+        """Return the weight [V / TP, H] that multiplies hidden states."""
+        is_tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        return F.normalize(weight) if self._is_output_normalized else weight
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[()] = (), metadata: dict[str, Any] | None = None
@@ -252,8 +257,7 @@ class LlamaModel(LanguageModule):
             )
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-        is_tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        weight = self._output_weight()
         part = VocabularyShard(group.rank() * len(weight), self.num_vocab_rows, group, self._cap)
         if not isinstance(learned, LossMask):
             return answers(hidden, weight, learned, part)

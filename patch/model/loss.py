@@ -194,7 +194,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         learned: LossMask,
         how: _LossOptions,
     ) -> torch.Tensor:
-        mask, ctx.expected, ctx.how, ctx.weight = learned.mask, learned.gradient, how, weight
+        mask, ctx.expected, ctx.how = learned.mask, learned.gradient, how
+        ctx.weight = weight if how.is_written else None  # a normalized copy is freed
         if ctx.expected is None:
             ctx.save_for_backward(hidden, weight, labels)
             return _in_chunks(hidden, weight, labels, mask, how._replace(needed=[False, False]))[0]

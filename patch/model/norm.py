@@ -56,7 +56,7 @@ class HeadRMSNorm(RMSNorm):
         self.weight.sequence_parallel = is_cut  # type: ignore[attr-defined]
 
 
-class QueriesRMSNorm(torch.nn.Module):
+class QueriesRMSNorm(RMSNorm):
     """RMSNorm over all query heads of a token, with a weight per channel (OLMo 2).
 
     TP cuts the heads and the weight, so the squares are summed over `group`, the TP group.
@@ -66,12 +66,11 @@ class QueriesRMSNorm(torch.nn.Module):
     """Set by the attention that has the norm."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps, self._width = eps, self._num_heads(config) * hidden_size
-        own = self._width // config.tensor_model_parallel_size
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype, device=device))
-        set_tensor_model_parallel_attributes(self.weight, config.tensor_model_parallel_size > 1, 0, 1)
+        width, tp_size = self._num_heads(config) * hidden_size, config.tensor_model_parallel_size
+        super().__init__(config, width // tp_size, eps)
+        self._width = width
+        self.weight.sequence_parallel = False  # type: ignore[attr-defined]
+        set_tensor_model_parallel_attributes(self.weight, tp_size > 1, 0, 1)
 
     @staticmethod
     def _num_heads(config: TransformerConfig) -> int:

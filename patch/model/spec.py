@@ -130,10 +130,12 @@ class LayerSpecBuilder:
         """Return the parts of a layer, by its number from 1: norm, attention, norm, MLP."""
         is_separate = "gate_up" in self.aligned and self.traits.gated_linear_unit
         gate_up = SeparateGateUp() if is_separate else HFLinear()
-        fc1, fc2 = self._linear(Column, number, gate_up), self._linear(Row, number)
+        has_experts, is_latent = number - 1 in expert_layers(self.model), self.model.is_latent
+        has_bias = self.model.add_mlp_bias and not has_experts
+        fc1 = self._linear(Column, number, gate_up, has_bias=has_bias)
+        fc2 = self._linear(Row, number, has_bias=has_bias)
         bda, before = self._bda(), self.norm if self.traits.norm_placement != "behind" else IdentityOp
         mlp, keys = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2), dict(_NORM_KEYS)
-        has_experts, is_latent = number - 1 in expert_layers(self.model), self.model.is_latent
         if has_experts:
             del keys["pre_mlp_layernorm."]
         if is_latent:
@@ -175,7 +177,9 @@ class LayerSpecBuilder:
                 linear_qkv=self._linear(Column, number, qkv),
                 core_attention=self._core_attention(number),
                 # Attention saves its output, which is the input of the projection.
-                linear_proj=self._linear(Row, number, is_input_kept=True),
+                linear_proj=self._linear(
+                    Row, number, is_input_kept=True, has_bias=self.model.add_proj_bias
+                ),
                 q_layernorm=query_norm,
                 k_layernorm=key_norm,
             ),
@@ -218,11 +222,12 @@ class LayerSpecBuilder:
         aligned: HFLinear | None = None,
         *,
         is_input_kept: bool = False,
+        has_bias: bool = False,
     ) -> ModuleSpec:
         """Return a linear layer of layer `number` (from 1). `aligned`: its product in Hugging Face's order,
         by default HFLinear. `is_input_kept`: another operation keeps the input for backward.
         """
-        params: dict[str, Any] = {}
+        params: dict[str, Any] = {"has_bias": has_bias}
         if self.config.adapter.quantize_base:
             params["product"] = Nf4Product(self.config.adapter.quantize_base)
         elif (fp8 := self._fp8_settings(number)) is not None:

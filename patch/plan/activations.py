@@ -102,9 +102,15 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
         in_flight += max(matrices_per_rank(config)) * size
     rows, is_summed = config.padded_vocab_size // tp_size, cuda and fuses_gradients(config, cuda=cuda)
     has_gradient = stage == 0 and not (is_adapted or is_summed)
-    embedding, backward = rows * model.hidden_size * size * has_gradient, _backward(layers) + in_flight
+    table = rows * model.hidden_size * size
+    backward = _backward(layers)
+    if stage == last and model.normalize_output_weight:
+        forward += table
+        if not is_adapted:  # norms of rows stay; autograd has four tables at once
+            ends, backward = ends + 2 * rows * size, max(backward, 4 * table)
     kept, on_host = sum(layer.kept for layer in layers), sum(layer.on_host for layer in layers)
-    return _StageBytes(kept, ends, on_host, forward + in_flight, backward, embedding)
+    embedding = table * has_gradient
+    return _StageBytes(kept, ends, on_host, forward + in_flight, backward + in_flight, embedding)
 
 
 def _gradient_bytes(config: RunConfig, *, cuda: bool) -> int:
@@ -202,7 +208,8 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
     weight_sum = rows * hidden * _FP32 * (1 if cuda else 2) if has_sum else 0
     if config.adapter.is_on:  # the weight has no gradient
         return tokens * hidden * size, logits
-    if cuda and fuses_gradients(config, cuda=cuda):  # no temporary tensor
+    is_written = cuda and fuses_gradients(config, cuda=cuda) and not config.model.normalize_output_weight
+    if is_written:  # no temporary tensor
         return tokens * hidden * size + rows * hidden * _FP32, logits
     return (tokens + rows) * hidden * size, logits + weight_sum
 

@@ -52,7 +52,9 @@ def _differences(config: RunConfig) -> str:
         f"{experts} experts, {model.moe_router_topk} for a token, and a router": bool(experts),
         "a shared expert": bool(model.moe_shared_expert_intermediate_size),
         f"SwiGLU of width {width}": traits.gated_linear_unit,
-        "no biases" if not model.add_qkv_bias else "biases on q, k, v alone": not traits.add_bias_linear,
+        "no biases" if not model.add_qkv_bias else "biases on q, k, v alone": not (
+            traits.add_bias_linear or model.add_proj_bias or model.add_mlp_bias
+        ),
         "RMSNorm": traits.normalization == "RMSNorm",
         "an output layer of its own": model.untie_embeddings_and_output_weights,
         "adapters on frozen weights": config.adapter.is_on,

@@ -54,6 +54,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.2": (
         "Llama", {"rms_norm_eps": 1e-5, "rope_parameters": _llama3_rope(32.0), "tie_word_embeddings": True}
     ),
+    "llama-biased": (
+        "Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _plain_rope(1e4)}
+    ),
     "llama-yarn": ("Llama", {"rms_norm_eps": 1e-5, "rope_parameters": _YARN_ROPE}),
     "mistral-0.1": (
         "Mistral", {"sliding_window": 16, "rms_norm_eps": 1e-5, "rope_parameters": _plain_rope(1e4)}

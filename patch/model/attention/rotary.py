@@ -31,6 +31,8 @@ class RotaryTable(torch.nn.Module):
     """
 
     frequencies: torch.Tensor
+    growth: tuple[float, int] | None = None
+    """`llama_4_scaling_beta` and `rope_original_max_position` of queries that grow with their position."""
 
     def __init__(
         self, frequencies: torch.Tensor, factor: float, zigzag: Zigzag, *, is_polar: bool = False
@@ -48,23 +50,15 @@ class RotaryTable(torch.nn.Module):
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the table [2, s, B, 1, D / 2] of tokens at positions [s, B]."""
         angles = positions[..., None, None].float() * self.frequencies
+        parts = angles.cos(), angles.sin()
         if self._is_polar:
             numbers = torch.polar(torch.ones_like(angles), angles)
-            return torch.stack((numbers.real, numbers.imag)) * self._factor
-        return torch.stack((angles.cos(), angles.sin())) * self._factor
-
-
-class _ScaledTable(RotaryTable):
-    """RotaryTable of queries that grow with their position (`llama_4_scaling_beta`)."""
-
-    beta: float
-    length: int
-    """`rope_original_max_position`."""
-
-    def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """See RotaryTable."""
-        scale = 1 + self.beta * torch.log(1 + torch.floor(positions / self.length))
-        return super().at(positions) * scale[..., None, None]
+            parts = numbers.real, numbers.imag
+        table = torch.stack(parts) * self._factor
+        if self.growth is None:
+            return table
+        beta, length = self.growth
+        return table * (1 + beta * torch.log(1 + torch.floor(positions / length)))[..., None, None]
 
 
 class RotaryTables(torch.nn.ModuleList):
@@ -88,8 +82,8 @@ def rotary_table(model: ModelConfig, zigzag: Zigzag, *, is_polar: bool) -> Rotar
         local = replace(model, use_rope_scaling=False, rotary_base=model.rotary_base_local)
         return RotaryTables((first, RotaryTable(inverse_frequencies(local), 1.0, zigzag)))
     if model.llama_4_scaling_beta is not None:
-        of_queries = _ScaledTable(frequencies, factor, zigzag)
-        of_queries.beta, of_queries.length = model.llama_4_scaling_beta, model.rope_original_max_position
+        of_queries = RotaryTable(frequencies, factor, zigzag)
+        of_queries.growth = model.llama_4_scaling_beta, model.rope_original_max_position
         return RotaryTables((first, of_queries))
     return first
 

@@ -106,8 +106,8 @@ def _load(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         groups, (ours,) = build_stages(config)
         import_hf([ours.eval()], root / name, config.model, groups)
         found[name] = {length: ours(_prompt(length), None, None)[..., :250].numpy() for length in LENGTHS}
-        traits = traits_of(config.model)
-        if name in FAMILIES and traits.is_llama_like:  # upstream has no other norms
+        is_known = traits_of(config.model).is_llama_like and not config.model.add_proj_bias
+        if name in FAMILIES and is_known:  # upstream has no other norms, and all biases or none
             found[f"{name} by upstream"] = _load_upstream(root / f"{name}-mcore", config, groups)
         if name == "bloom":
             found["norms"] = _import_with_fused_norms(ours, root / name, config.model, groups)

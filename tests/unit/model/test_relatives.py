@@ -14,6 +14,7 @@ from hf_families import family_model, family_run
 from packed_runs import PACKED, SIZES, Talks, batches_of, build_untrained, talk_batches
 from training_runs import SeededReader, build_seeded_run, hf_gradients, seeded_batches, token_mean
 from transformers import AutoModelForCausalLM
+from without_class import MODELS, write_model
 
 from patch.config.schema import RunConfig
 from patch.distributed.context_group import Zigzag
@@ -21,9 +22,9 @@ from patch.model import initialize_weights
 from patch.training.setup import Run
 from patch.training.step import run_schedule, train_step
 
-QUICK = ("smollm3", "granite", "ministral-3", "olmo-3", "glm-4", "gemma-2")
+QUICK = ("smollm3", "granite", "ministral-3", "olmo-3", "glm-4", "gemma-2", "llama-biased")
 """No RoPE by layer; factors; growing queries; norms behind and of all heads, RoPE by window; two norms, a
-part of RoPE, joined tensors; 1 + weight, caps."""
+part of RoPE, joined tensors; 1 + weight, caps; biases of all linear layers."""
 NAMES = (*QUICK, "phi-3", "phi-4-mini", "olmo-2", "glm-4-biased", "gemma-3")
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in NAMES]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -92,9 +93,9 @@ def run_layouts(rank: int, world_size: int, folders: dict[str, Path]) -> dict[An
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("relatives")
     names = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    found = {name: root / name for name in NAMES if name in names}
+    found = {name: root / name for name in (*NAMES, *MODELS) if name in names}
     for name, folder in found.items():
-        family_model(name, folder)
+        (write_model if name in MODELS else family_model)(name, folder)
     return found
 
 
@@ -144,7 +145,8 @@ def test_logits_loss_and_gradients_are_those_of_transformers(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in ("olmo-3", "glm-4") else pytest.mark.long) for name in NAMES
+    pytest.param(name, marks=() if name in ("olmo-3", "glm-4") else pytest.mark.long)
+    for name in (*NAMES, *MODELS)
 ])
 def test_layouts_and_packed_rows_are_as_one_process(
     layouts: list[list[dict[Any, Any]]], name: str, layout: str

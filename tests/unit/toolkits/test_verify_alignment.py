@@ -31,7 +31,7 @@ SOURCES = {"rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention"}
 KEYS = {
     "hf", "mcore", "device", "params_dtype", "attention", "prompt_lengths", "weights_equal",
     "weight_differences", "config_differences", "logits", "logits_aligned", "first_difference", "sources",
-    "verdict", "normal",
+    "verdict", "normal", "parts",
 }  # fmt: skip
 """Of a report; a contract."""
 ALIKE = "mixtral"
@@ -61,7 +61,7 @@ def _swap_experts_in_a_router(model: Any) -> None:
 
 
 Case = tuple[str, dict[str, Any], Callable[[Any], None], dict[str, Any], dict[str, str]]
-WHOLE = ("bf16", "theta")
+WHOLE = ("bf16", "theta", "parts")
 CASES: dict[str, Case] = {
     # name: (family, fields of the run, damage to its weights, what its description says, further flags)
     "fp32": ("llama-3.1", {"precision": "fp32"}, _nothing, {}, {}),
@@ -73,6 +73,7 @@ CASES: dict[str, Case] = {
     "experts alike": (ALIKE, {"precision": "bf16"}, _nothing, {}, {}),
     "router": ("qwen-2-moe-mixed", {"precision": "fp32"}, _swap_experts_in_a_router, {}, {}),
     "latent": ("deepseek-v2-lite", {"precision": "fp32"}, _nothing, {}, {}),
+    "parts": ("gemma-2", {"precision": "fp32"}, _nothing, {}, {}),
     "bloom in fp32": ("bloom", {"precision": "fp32"}, _nothing, {}, {}),
     "bloom's bias": ("bloom", {"precision": "fp32"}, _change_bias, {}, {}),
     "gate and up": ("llama-3.1", {"precision": "fp32"}, _swap_gate_and_up, {}, {}),
@@ -217,10 +218,23 @@ def test_a_fault_is_named_with_its_place(reports: dict, name: str, place: str, o
 @pytest.mark.parametrize("name", WHOLE)
 def test_table_verdict_and_plot_are_shown(reports: dict, root: Path, name: str) -> None:
     output = (root / name / "output").read_text()
-    assert all(f"{source} fast" in output for source in (*SOURCES, "all"))
+    assert all(f"{source} fast" in output for source in (*reports[name][1]["sources"], "all"))
     assert "max |logit difference|, " in output and "top-1 equal in" in output
     assert output.endswith(reports[name][1]["verdict"] + "\n")
     assert (root / name / "report.png").stat().st_size > 1000
+
+
+def test_parts_that_llama_lacks_are_named(reports: dict, root: Path) -> None:
+    parts = {
+        "activation": "gelu_pytorch_tanh", "norm_placement": "both", "layernorm_zero_centered_gamma": True,
+        "window_attn_skip_freq": "2", "softmax_scale": 24**-0.5, "embedding_multiplier": 8.0,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    }  # fmt: skip
+    assert reports["parts"][1]["parts"] == parts and reports["parts"][1]["normal"]
+    assert reports["bloom in fp32"][1]["parts"]["position_embedding_type"] == "alibi"
+    assert reports["fp32"][1]["parts"] == {}
+    output = (root / "parts" / "output").read_text()
+    assert all(f"unlike LLaMA: {name} {value}\n" in output for name, value in parts.items())
 
 
 BESIDE = {"llama-3.1": "in PEFT's model", "qwen-2-moe-mixed": "merged: .* would load only a part"}

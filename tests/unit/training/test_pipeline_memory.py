@@ -71,6 +71,10 @@ ALONE: dict[str, dict[str, Any]] = {
         "precision": "bf16", "vocab_size": 32000, "num_layers": 1, "hidden_size": 32,
         "max_padding_length": 320, "seq_length": 320,
     },
+    "normalized output": {
+        "normalize_output_weight": True, "vocab_size": 32000, "num_layers": 1, "hidden_size": 32,
+        "max_padding_length": 64, "seq_length": 64, "use_rope_scaling": False,
+    },
 }  # fmt: skip
 DEEP = {
     "hidden_size": 128, "ffn_hidden_size": 352, "num_attention_heads": 8, "kv_channels": 16, "num_layers": 6,
