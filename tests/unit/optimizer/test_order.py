@@ -72,7 +72,7 @@ def build(
     **changes: Any,
 ) -> OverlappedDistributedOptimizer:
     groups = data_parallel_groups()
-    if zero_stage is not ZeroStage.NONE and copies != ALONE:
+    if copies != ALONE:
         groups.dp_cp = dist.ProcessGroup(1, 2)
     if copies == INSTANCES:
         groups.dp_cp, groups.intra_dp_cp = dist.ProcessGroup(3, 4), dist.ProcessGroup(1, 2)
