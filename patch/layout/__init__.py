@@ -27,6 +27,11 @@ def chunk_length(vocab_rows: int, hidden_size: int, *, cuda: bool = False) -> in
     return max(least, max(_LEAST_CHUNK_BYTES // 4, vocab_rows * hidden_size // 4) // vocab_rows)
 
 
+def keeps_logits(tokens: int, hidden_size: int, element_bytes: int) -> bool:
+    """Return whether the gradients of all logits [T, V] are no larger than the float32 weight [V, H]."""
+    return tokens * element_bytes <= 4 * hidden_size
+
+
 def rank_stride(axes: Mapping[str, int], axis: str) -> int:
     """Return the difference between neighbouring ranks along an axis; the fastest axis comes first."""
     names = [*axes]

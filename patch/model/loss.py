@@ -8,8 +8,9 @@ token's loss, and backward computes the chunks again.
 With one chunk the result is bitwise that of megatron-core's `ColumnParallelLinear` and
 `vocab_parallel_cross_entropy`. Several chunks change the order of sums in the gradient of the weight, which
 are float32 also for fp16 and bf16. On CUDA two Triton kernels compute the losses and the gradients of the
-logits (kernels/fused_loss.py), with another order of sums. There the gradient of the weight stays in float32
-until backward adds it to the main gradient.
+logits (kernels/fused_loss.py), with another order of sums. There backward adds the gradient of the weight to
+the main gradient: by one product from the gradients of all logits, if these take no more memory than a
+float32 gradient of the weight (`keeps_logits`); otherwise from such a gradient, summed over chunks.
 
 Without a `LossMask` the logits are kept, and the loss is megatron-core's vocabulary-parallel
 cross entropy, or `aligned_losses` in Hugging Face's order.
@@ -26,8 +27,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from patch.layout import chunk_length
-from patch.model.weight_gradient import add_gradient, add_product, has_epilogue
+from patch.layout import chunk_length, keeps_logits
+from patch.model.weight_gradient import add_gradient, add_product, has_epilogue, weight_gradient
 
 
 class TeacherTokens(NamedTuple):
@@ -123,7 +124,9 @@ def linear_cross_entropy(
     needed = [tensor.requires_grad and torch.is_grad_enabled() for tensor in (hidden, weight)]
     is_written = is_fused and hasattr(weight, "main_grad_writer")
     has_kernel = is_fused and learned.teacher is None and part.cap is None
-    how = _LossOptions(part, chunk, has_kernel, needed, is_written, learned.teacher)
+    is_kept = is_written and needed[1]
+    is_kept &= keeps_logits(labels.numel(), weight.shape[1], weight.element_size())
+    how = _LossOptions(part, chunk, has_kernel, needed, is_written, is_kept, learned.teacher)
     return _LinearCrossEntropy.apply(hidden, weight, labels, learned, how)
 
 
@@ -181,6 +184,8 @@ class _LossOptions(NamedTuple):
     """Whether hidden states and weight need gradients."""
     is_written: bool
     """Whether backward adds the weight's gradient, in float32, to the main gradient."""
+    is_kept: bool
+    """Whether it does so by one product, so that the gradients of all logits are kept."""
     teacher: TeacherTokens | None = None
 
 
@@ -198,9 +203,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.weight = weight if how.is_written else None  # a normalized copy is freed
         if ctx.expected is None:
             ctx.save_for_backward(hidden, weight, labels)
-            return _in_chunks(hidden, weight, labels, mask, how._replace(needed=[False, False]))[0]
+            how = how._replace(needed=[False, False], is_kept=False)
+            return _in_chunks(hidden, weight, labels, mask, how)[0]
         losses, gradients = _in_chunks(hidden, weight, labels, mask * ctx.expected, how)
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(*gradients, hidden if how.is_kept else None)
         if how.teacher is not None:
             return torch.stack([(each * mask).sum() for each in losses])
         return (losses * mask).sum()
@@ -214,13 +220,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             factor = gradient.new_ones(())
         else:
             of_loss = gradient if ctx.how.teacher is None else gradient[0]
-            (of_hidden, of_weight), factor = ctx.saved_tensors, of_loss / ctx.expected
+            (of_hidden, of_weight, hidden), factor = ctx.saved_tensors, of_loss / ctx.expected
             # In place, because a copy of the weight's gradient would be large. Autograd raises if a
             # retained graph runs again.
             for own in (of_hidden, None if ctx.how.is_written else of_weight):
                 if own is not None:
                     own.mul_(factor)
-        if of_weight is not None and ctx.how.is_written:
+        if of_weight is not None and ctx.how.is_kept:
+            of_weight = weight_gradient(ctx.weight, of_weight, hidden.flatten(0, 1) * factor)
+        elif of_weight is not None and ctx.how.is_written:
             of_weight = add_gradient(ctx.weight, of_weight, factor)
         return of_hidden, of_weight, None, None, None
 
@@ -234,7 +242,8 @@ def _in_chunks(
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Return losses [B, S], or [3, B, S] with a teacher, and gradients of hidden states and weight.
 
-    `gradient` [B, S] is that of the losses.
+    If `how.is_kept`, the gradients of the logits [T, V] replace the gradient of the weight. `gradient` [B, S]
+    is that of the losses.
     """
     flat = hidden.flatten(0, 1)
     chunks = _Chunks(flat, weight, how)
@@ -253,14 +262,15 @@ class _Chunks:
         self._teacher = how.teacher
         if how.teacher is not None:
             self._teacher = how.teacher._replace(taught=how.teacher.taught.transpose(0, 1).flatten(0, 1))
-        self._logits = hidden.new_empty(min(how.chunk, len(hidden)), len(weight))
+        self._is_kept, num_rows = how.is_kept, min(how.chunk, len(hidden))
+        self._logits = hidden.new_empty(len(hidden) if how.is_kept else num_rows, len(weight))
         self._wide: torch.Tensor | None = None
         """Float32 copy of the logits, or None if they are float32 or Triton is used."""
         if not how.is_fused and hidden.dtype != torch.float32:
-            self._wide = self._logits.new_empty(self._logits.shape, dtype=torch.float32)
+            self._wide = self._logits.new_empty(num_rows, len(weight), dtype=torch.float32)
         self._hidden_gradient = torch.empty_like(hidden) if how.needed[0] else None
         self._weight_gradient: torch.Tensor | None = None
-        if how.needed[1]:
+        if how.needed[1] and not how.is_kept:
             dtype = torch.float32 if how.is_written else weight.dtype
             self._weight_gradient = torch.empty_like(weight, dtype=dtype)
         self._is_written = how.is_written
@@ -272,7 +282,7 @@ class _Chunks:
     def add(self, begin: int, labels: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Compute a chunk: labels and gradient [chunk] in, float32 losses [chunk] out."""
         hidden = self._hidden[begin : begin + len(labels)]
-        logits = self._logits[: len(labels)]
+        logits = self._logits[begin if self._is_kept else 0 :][: len(labels)]
         torch.mm(hidden, self._weight.t(), out=logits)
         losses = self._losses_and_gradients(logits, labels, gradient, begin)
         if self._hidden_gradient is not None:
@@ -326,11 +336,12 @@ class _Chunks:
             self._weight_sum += torch.mm(logits.t(), hidden, out=gradient)
 
     def gradients(self, shape: torch.Size) -> list[torch.Tensor | None]:
-        """Return the gradients of hidden states, in this shape, and weight; None if not needed."""
+        """Return the gradients of hidden states, in this shape, and weight or logits; None if not needed."""
         if self._weight_sum is not None and self._weight_gradient is not None:
             self._weight_gradient.copy_(self._weight_sum)
         hidden = self._hidden_gradient
-        return [None if hidden is None else hidden.view(shape), self._weight_gradient]
+        of_weight = self._logits if self._is_kept else self._weight_gradient
+        return [None if hidden is None else hidden.view(shape), of_weight]
 
 
 def _losses_and_gradients(

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.compat.torch_internals import region
-from patch.distributed.async_collectives import WaitClock
+from patch.device import stream_of, streams_of
+from patch.distributed.async_collectives import CommHandle, WaitClock
 from patch.layout.buckets import ParamRange
 from patch.optimizer.buckets.bucket import Bucket
 from patch.optimizer.buckets.buffer_group import BufferGroup, FlatLayout
@@ -63,17 +64,25 @@ class GradNorm:
             )
             for index, bucket in enumerate(buckets)
         ]  # fmt: skip
-        self._sums: dict[int, torch.Tensor] = {}
-        """Sums of squares of each bucket whose norm was started, by bucket index."""
+        self.forget_norms()
+        self._streams, self._aside = streams_of(self._device), stream_of(self._device, "norms")
 
     def forget_norms(self) -> None:
-        """Drop the partial norms before new gradients."""
-        self._sums = {}
+        """Drop the norm, and that of buckets, before new gradients."""
+        self._sums: dict[int, torch.Tensor] = {}
+        """Sums of squares of each bucket whose norm was started, by bucket index."""
+        self._total: torch.Tensor | None = None
+        """The sum of squares of the whole model, or None before `start_total`."""
 
-    def start_norm(self, index: int) -> None:
-        """Compute the norm of a reduced bucket while other reductions are in flight."""
+    def start_norm(self, index: int, after: CommHandle | None) -> None:
+        """Compute the norm of a bucket beside backward, when its reduction `after` (None: it has) ends."""
         shard = self.shards[index]  # the copy of the gradient to host memory may be in flight
-        if not (shard.is_on_host or any(range_.needs_extra_reduction for range_ in shard.ranges)):
+        if shard.is_on_host or any(range_.needs_extra_reduction for range_ in shard.ranges):
+            return
+        self._aside.wait_stream(self._streams.current_stream())
+        with self._streams.stream(self._aside):
+            if after is not None:
+                after.wait_stream()
             self._sums[index] = self._sums_of_squares(self._grads_in_norm(index))
 
     def sum_over_model_parallel(self, clock: WaitClock) -> None:
@@ -102,12 +111,13 @@ class GradNorm:
             for part, summed in zip(parts, coalesced.split([part.numel() for part in parts]), strict=True):
                 part.copy_(summed)
 
-    def grad_norm(self, group: dist.ProcessGroup | None) -> float:
-        """Return the L2 norm of the gradients of the whole model; sums are in float64.
+    def start_total(self, group: dist.ProcessGroup | None) -> None:
+        """Start the sum of squares of the final gradients of the whole model, in float64.
 
         Args:
             group: the ranks that hold one replica of the model; None: all ranks, counting replica 0.
         """
+        self._streams.current_stream().wait_stream(self._aside)
         buckets = enumerate(self._buckets)
         counted = [i for i, bucket in buckets if group is not None or bucket.buffer_group.replica == 0]
         if any(bucket.buffer_group.is_on_host for bucket in self._buckets):
@@ -117,10 +127,19 @@ class GradNorm:
         by_bucket = self._sums | dict(zip(late, sums.split(list(map(len, late.values()))), strict=True))
         nothing = self._sums_of_squares([])
         total = torch.cat([nothing, *(by_bucket[index] for index in counted)]).sum()
-        self.forget_norms()
-        with region("wait for the gradient norm"):
+        if dist.get_world_size(group) > 1:
             dist.all_reduce(total, group=group)
-            return total.sqrt().item()
+        self._total = total
+
+    def grad_norm(self, group: dist.ProcessGroup | None) -> float:
+        """Return the L2 norm of the gradients of the whole model; see `start_total`."""
+        with region("wait for the gradient norm"):
+            if self._total is None:
+                self.start_total(group)
+            assert self._total is not None
+            norm = self._total.sqrt().item()
+        self.forget_norms()
+        return norm
 
     def state_ranges(
         self, state: Callable[[int, int, int], Iterator[tuple[int, torch.Tensor]]]

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -214,15 +215,26 @@ class OverlappedDistributedOptimizer:
             self._lr = None
 
     @torch.no_grad()
+    def start_grad_norm(self) -> None:
+        """Start the norm of final gradients, so that the device works while the host waits for other values.
+
+        Gradients must not change until `step`, which reads the norm.
+        """
+        self._grad_norm.start_total(self._norm_group)
+
+    @torch.no_grad()
     def get_grad_norm(self) -> float:
         """Return the global L2 norm of the unscaled gradients of the whole model; each weight counts once.
 
         An infinity or NaN in any gradient makes the norm non-finite on every rank.
         """
+        return self._grad_norm.grad_norm(self._norm_group) / self.loss_scale.value
+
+    @property
+    def _norm_group(self) -> dist.ProcessGroup | None:
         # With sharding all ranks hold different shards; otherwise only model-parallel ranks do.
         is_same = all(group.data_parallel_group in (None, self.groups.dp_cp) for group in self.param_groups)
-        group = self.groups.mp if is_same and not self.is_sharded else None
-        return self._grad_norm.grad_norm(group) / self.loss_scale.value
+        return self.groups.mp if is_same and not self.is_sharded else None
 
     def _update(self, grad_norm: float, lr: float | Sequence[float]) -> None:
         limit = self.config.clip_grad

@@ -318,8 +318,8 @@ class StepSchedule:
     def _shard_final(self, index: int, after: CommHandle | None) -> None:
         """Use a shard that is final now, or (`after`) when its reduction has ended."""
         self._adam.grad_ready(index, after)
-        if after is None and not self._is_cuda:  # a GPU computes all norms at the end together
-            self._norm.start_norm(index)
+        if after is not None or not self._is_cuda:  # a GPU computes late norms together
+            self._norm.start_norm(index, after)
 
     def start_grad_sync(self) -> None:
         """End the step's last micro-batch of each stage, and start the remaining reductions."""

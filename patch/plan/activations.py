@@ -13,7 +13,7 @@ from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Recompute
 from patch.families import Kind, ModelConfig, WeightRow, attended_channels, traits_of, widths
 from patch.families.adapters import adapters_of, are_experts_single
-from patch.layout import chunk_length
+from patch.layout import chunk_length, keeps_logits
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import by_layer, element_bytes, fuses_gradients, matrices_per_rank
 from patch.plan.pipeline import Schedule, moments
@@ -210,6 +210,9 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
         return tokens * hidden * size, logits
     is_written = cuda and fuses_gradients(config, cuda=cuda) and not config.model.normalize_output_weight
     if is_written:  # no temporary tensor
+        if keeps_logits(tokens, hidden, size):
+            narrow = min(chunk, tokens) * rows * size
+            return tokens * (2 * hidden + rows) * size, logits - narrow
         return tokens * hidden * size + rows * hidden * _FP32, logits
     return (tokens + rows) * hidden * size, logits + weight_sum
 

@@ -102,6 +102,7 @@ def train_step(run: Run, iteration: int, before_change: Callable[[], None] = lam
         run.phases.enter(Phase.REDUCTION)
         retry.start_agreement()
         optimizer.finish_grad_sync()
+        optimizer.start_grad_norm()  # before the host waits for the agreement
     before_change()
     run.phases.enter(Phase.UPDATE)
     outcome = optimizer.step(skip_non_finite=True)

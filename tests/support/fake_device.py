@@ -354,7 +354,7 @@ class FakeDevice(TorchDispatchMode):
     ) -> CommHandle:
         if op == dist.ReduceOp.MAX:
             return self._start_maximum(buffer.data, group)
-        return self._collective(group, lambda: buffer.data.mul_(_num_ranks(group)))
+        return self._collective(group, lambda: buffer.data.mul_(group.size()))
 
     def _start_maximum(self, buffer: torch.Tensor, group: Any) -> CommHandle:
         """Start a maximum: the result equals the input, which is NaN while the message is in flight."""
@@ -371,7 +371,7 @@ class FakeDevice(TorchDispatchMode):
         self, buffer: torch.Tensor, out: torch.Tensor, group: Any, reduce_dtype: None
     ) -> CommHandle:
         own = buffer[group.rank() * out.numel() :][: out.numel()]
-        return self._collective(group, lambda: out.data.copy_(_num_ranks(group) * own.data))
+        return self._collective(group, lambda: out.data.copy_(group.size() * own.data))
 
     def start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Any) -> CommHandle:
         own = sent.chunk(group.size())[group.rank()]
@@ -421,10 +421,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found += _tensors(value)
     return found
-
-
-def _num_ranks(group: Any) -> int:
-    return max(2, group.size())
 
 
 class _Work:

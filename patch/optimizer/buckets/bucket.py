@@ -164,7 +164,7 @@ class Bucket:
         """Return whether the reduction writes the final sum directly into the shard."""
         if self.buffer_group.is_on_host:
             return False
-        return not self.buffer_group.stage.shards_gradients or self._is_shard_empty
+        return not self.buffer_group.is_staged or self._is_shard_empty
 
     def complete(self) -> None:
         """Zero the gradients of unused parameters, and padding, before the reduction."""

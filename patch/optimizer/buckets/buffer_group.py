@@ -61,6 +61,11 @@ class BufferGroup(NamedTuple):
     """Whether shards of parameters and gradients are in host memory, where they are updated."""
 
     @property
+    def is_staged(self) -> bool:
+        """Whether buckets are staged; otherwise gradients are added in place. A single rank keeps all."""
+        return self.stage.shards_gradients and (self.num_shards > 1 or self.is_on_host)
+
+    @property
     def num_shards(self) -> int:
         """Return the number of ranks that share the sum, or 1 if every rank gets the whole sum."""
         return self.shard_group.size() if self.stage.shards_states else 1
@@ -77,11 +82,11 @@ class BufferGroup(NamedTuple):
 
     def kept_gradients(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Allocate zeros for the gradients that a rank keeps of a flat buffer of `numel` elements."""
-        return self.new_shards(like, numel) if self.stage.shards_gradients else like.new_zeros(numel)
+        return self.new_shards(like, numel) if self.is_staged else like.new_zeros(numel)
 
     def places(self, kept: torch.Tensor, bucket: BucketRange) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return where a bucket's gradients are in `kept`: this rank's shard, and all (None: staged)."""
-        if self.stage.shards_gradients:
+        if self.is_staged:
             return kept[bucket.begin // self.num_shards : bucket.end // self.num_shards], None
         begin, end = self.own(bucket)
         return kept[begin:end], kept[bucket.begin : bucket.end]
@@ -95,6 +100,8 @@ class BufferGroup(NamedTuple):
             out: gets the sum of this rank's shard; a part of `buffer`, or other memory.
             rounded_sums: reduces over NCCL in a narrower dtype, or None.
         """
+        if self.shard_group.size() == 1 and not self.is_staged:
+            return CommHandle([])
         if not self.stage.shards_states:  # in place: `out` is a part of the buffer
             return start_all_reduce(buffer, self.group)
         if rounded_sums is not None:

@@ -101,8 +101,10 @@ class GradBuffer:
         self.params = [ParamGrad(*layout.held.named[index], places) for index, places in parts.items()]
         """The places of each parameter's gradient, in bucket order."""
         # The bucket of parameters without a unit, mostly norms, stays open for a whole backward.
-        others = max((each.numel for each in bucket_ranges if not each.unit), default=largest)
-        numels = [*[largest] * (NUM_STAGING - 1), others][: len(bucket_ranges)]
+        staged = [each for each in bucket_ranges if buffer_groups[each.buffer_group].is_staged]
+        largest = max((each.numel for each in staged), default=0)
+        others = max((each.numel for each in staged if not each.unit), default=largest)
+        numels = [*[largest] * (NUM_STAGING - 1), others][: len(staged)]
         self.staging = Staging(like, numels) if buffer_groups[0].stage.shards_gradients else None
         self._is_fused, self._dummy_wgrads = is_fused(config, like.device), DummyWgrads()
 
@@ -125,7 +127,7 @@ class GradBuffer:
     ) -> MainGrad | None:
         """Let layers write a parameter's gradient to the place that `find_place` returns, if they may."""
         # The staged parts of a parameter in several buckets are not contiguous.
-        if self._is_fused and (len(grad.parts) == 1 or self.staging is None):
+        if self._is_fused and (len(grad.parts) == 1 or not grad.parts[0][0].buffer_group.is_staged):
             return MainGrad(grad.parameter, self._dummy_wgrads, find_place)
         return None
 

@@ -28,6 +28,7 @@ from optimizer_runs import (
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
+from patch.device import stream_of
 from patch.layout.buckets import NUM_STAGING, NUM_STREAMED
 from patch.memory import UNLIMITED
 from patch.model.linear import PLAIN
@@ -72,7 +73,7 @@ def build(
     **changes: Any,
 ) -> OverlappedDistributedOptimizer:
     groups = data_parallel_groups()
-    if zero_stage is not ZeroStage.NONE and copies != ALONE:
+    if copies != ALONE:
         groups.dp_cp = dist.ProcessGroup(1, 2)
     if copies == INSTANCES:
         groups.dp_cp, groups.intra_dp_cp = dist.ProcessGroup(3, 4), dist.ProcessGroup(1, 2)
@@ -224,9 +225,12 @@ class Written(OddModel):
         return (self.last(hidden) * self.gain).square().mean()
 
 
-def executed_while_the_host_goes_on(zero_stage: ZeroStage) -> list[tuple[int, int, int]]:
-    """Of some steps: how much compute has executed when all backwards are queued, and when the norm is known;
-    how much is queued then. Nothing executes before the host waits for it."""
+def executed_while_the_host_goes_on(zero_stage: ZeroStage) -> list[tuple[int, int, int, int]]:
+    """Of some steps: how much compute has executed when all backwards and the norm are queued, and when it is
+    known; how much is queued then, and how much of the norm was queued in backward.
+
+    Nothing executes before the host waits for it.
+    """
     fake, found = FakeDevice(LATE), []
     with fake.executing():
         model, steps = Written(), [step[0] for step in make_steps(3, 1, 2)]
@@ -234,11 +238,14 @@ def executed_while_the_host_goes_on(zero_stage: ZeroStage) -> list[tuple[int, in
         fake.adopt(list(model.parameters()))
         optimizer = build(model, zero_stage, CLIPPED, ALIKE, None, gradient_accumulation_fusion=True)
         for step in steps:
-            before = fake.compute.num_done
+            before, norms = fake.compute.num_done, stream_of(optimizer.device, "norms")
             accumulate(model, optimizer, step)
+            num_of_norm = len(norms.tasks)
+            optimizer.start_grad_norm()
             num_in_backward = fake.compute.num_done - before
             optimizer.step()
-            found.append((num_in_backward, fake.compute.num_done - before, len(fake.compute.tasks)))
+            num_until_norm = fake.compute.num_done - before
+            found.append((num_in_backward, num_until_norm, len(fake.compute.tasks), num_of_norm))
     return found
 
 
@@ -335,5 +342,5 @@ def test_gathers_in_the_midst_of_a_forward_do_not_wait_for_it(outcomes: dict) ->
 @pytest.mark.parametrize("zero_stage", [ZeroStage.NONE, ZeroStage.OPTIMIZER])
 def test_the_host_waits_for_the_norm_alone(outcomes: dict, zero_stage: ZeroStage) -> None:
     """It queues forward and backward while the update before has not begun, and its own behind the norm."""
-    for num_in_backward, num_until_norm, num_queued in outcomes["executed", zero_stage]:
-        assert num_in_backward == 0 and num_until_norm > 0 and num_queued > 0
+    for num_in_backward, num_until_norm, num_queued, num_of_norm in outcomes["executed", zero_stage]:
+        assert num_in_backward == 0 and num_until_norm > 0 and num_queued > 0 and num_of_norm > 0

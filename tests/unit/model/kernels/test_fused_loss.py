@@ -107,10 +107,11 @@ def test_losses_and_gradients_are_torchs_alone_and_over_tp() -> None:
 
 
 @pytest.mark.parametrize("expected", [0.5, 0.25, None])
-@pytest.mark.parametrize("chunk", [5, 12])
-@pytest.mark.parametrize(("kept_as", "bound"), [(torch.float32, 4e-3), (torch.bfloat16, 8e-3)])
+# The gradients of the logits are kept up to 32 tokens: an element has two bytes, and the weight 16 columns.
+@pytest.mark.parametrize(("chunk", "tokens"), [(5, 12), (32, 32), (16, 33)])
+@pytest.mark.parametrize(("kept_as", "bound"), [(torch.float32, 5e-3), (torch.bfloat16, 9e-3)])
 def test_the_weights_gradient_is_added_to_the_main_gradient_without_a_rounding(
-    expected: float | None, chunk: int, kept_as: torch.dtype, bound: float
+    expected: float | None, chunk: int, tokens: int, kept_as: torch.dtype, bound: float
 ) -> None:
     """Two micro-batches; `bound` is that of logits and their gradients in bfloat16, and of the sum's type."""
     torch.manual_seed(0)
@@ -120,8 +121,8 @@ def test_the_weights_gradient_is_added_to_the_main_gradient_without_a_rounding(
     part = VocabularyShard(0, 290, SimpleNamespace(size=lambda: 1))  # type: ignore[arg-type]
     with interpreted(MODULE, rounding):
         for _ in range(2):
-            hidden, labels = torch.randn(12, 1, 16).bfloat16(), torch.randint(0, 290, (1, 12))
-            learned = LossMask(torch.rand(1, 12), expected)
+            hidden, labels = torch.randn(tokens, 1, 16).bfloat16(), torch.randint(0, 290, (1, tokens))
+            learned = LossMask(torch.rand(1, tokens), expected)
             loss = linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=True, chunk=chunk)
             (0.5 * (loss if expected else loss * learned.mask).sum()).backward()
             wide = weight.detach().double().requires_grad_()
