@@ -17,7 +17,7 @@ EQUAL = LogitStats(max=0.0, mean=0.0, cosine=1.0, kl=0.0, top1=1.0)
 NORMAL = Measurement(
     hf="hf", mcore="mcore", device="cpu", precision="fp32", attention="sdpa", prompt_lengths=[5],
     weights=WeightComparison(21, False, []), config_differences=[],
-    logits=LogitComparison(EQUAL, EQUAL, None, {"rmsnorm": 0.0, "attention": 0.0}),
+    logits=LogitComparison(EQUAL, EQUAL, None, {"rmsnorm": 0.0, "attention": 0.0}), parts={},
 )  # fmt: skip
 
 
