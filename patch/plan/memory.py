@@ -73,6 +73,23 @@ def _on_host(config: RunConfig, pp_rank: int | None, every: RankBytes) -> RankBy
     )
 
 
+def kept_weight_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = None) -> int:
+    """Return the bytes of weights that the host keeps beside the states that it updates in its memory.
+
+    A step then copies no weights to the host. With `auto` they are not counted, like its states; fp16 has its
+    masters among the states.
+    """
+    optimizer, precision = config.optimizer, config.training.precision
+    states = host_bytes(config, pp_rank).optimizer
+    if precision == "fp16" or not states:
+        return 0
+    share = max(0.0, optimizer.optimizer_offload_fraction - weights_on_host(config))
+    share *= 1 - (optimizer.optimizer_offload_streamed or 0)
+    share *= 1 - disk_bytes(config, machine, pp_rank) / states
+    numel = parameters.elements_kept_per_rank(config, pp_rank, is_shared=config.zero_stage.shards_states)
+    return int(numel * share) * element_bytes(precision)
+
+
 def weights_on_host(config: RunConfig) -> float:
     """Return the share of freed weights and their gradients in host memory; 1 while it is undecided."""
     fraction = config.optimizer.cpu_offloading_weights_fraction
@@ -240,7 +257,7 @@ def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
     """
     on_host = host_bytes(config).total + (0 if machine.cuda_devices else bytes_per_rank(config).total)
     if config.optimizer.optimizer_offload_policy == "static":
-        on_host -= disk_bytes(config, machine)
+        on_host += kept_weight_bytes(config, machine) - disk_bytes(config, machine)
     return state_on_device(config), on_host * config.parallel.nproc_per_node
 
 

@@ -31,7 +31,7 @@ from patch.optimizer.kernels.spec import PreparedUpdate
 from patch.optimizer.param_groups import ParamGroup, group_rates
 from patch.optimizer.states.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.states.disk_update import DiskUpdates
-from patch.optimizer.states.host_buffers import HostedChunks
+from patch.optimizer.states.host_buffers import HostedChunks, kept_bytes
 from patch.optimizer.states.host_update import HostUpdates, item_of
 from patch.optimizer.states.offload import Offload, Placement
 from patch.optimizer.states.streamed_update import StreamedUpdates
@@ -166,6 +166,8 @@ class HybridAdam:
         host_bytes = int(size * bytes_of(self.dtypes)) * len(self.manager.chunks)
         state_bytes = min(host_bytes, offload.host_state_bytes)
         there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
+        kept = size * len(self.manager.chunks) * kept_bytes(self.shards[0].param.dtype)
+        there += kept * state_bytes // max(host_bytes, 1)  # not of chunks on the disk
         spare_bytes = max(0, offload.host_bytes - there - state_bytes)
         updated = {name: dtype for name, dtype in self.dtypes.items() if name != MOMENTUM}
         chunks = HostedChunks(self.shards, updated, size, offload.device, spare_bytes)
@@ -181,7 +183,7 @@ class HybridAdam:
     def _resize_host_buffers(self) -> None:
         self._prepared.clear()
         for updates in self._all_updates:
-            updates.resize_buffers(len(self._chunks_of_updates(updates)))
+            updates.resize_buffers(self._chunks_of_updates(updates))
 
     def _updates_of(self, chunk: StateChunk) -> HostUpdates | StreamedUpdates | None:
         """Return what updates a chunk on the host."""
@@ -197,6 +199,7 @@ class HybridAdam:
 
     def copy_model_params_to_main_params(self) -> None:
         """Set the masters to the model's parameters; call it after parameters were loaded into the model."""
+        self.forget_host_weights()
         for chunk in self.manager.chunks:
             chunk.wait_for_transfer()
             if "master_low" in chunk.states:
@@ -205,6 +208,11 @@ class HybridAdam:
                 for r in chunk.ranges:
                     master = chunk.states["master"].data[r.in_chunk]
                     write_values(master, self.shards[r.shard].param[r.in_shard])
+
+    def forget_host_weights(self) -> None:
+        """Read all weights from the device in the next step, because they may be written there before."""
+        if self.host_updates is not None:
+            self.host_updates.forget_weights()
 
     def report(self) -> OptimizerReport:
         """Report where states are, and the cost of offload."""

@@ -25,7 +25,8 @@ from patch.optimizer.states.offload import Offload
 from patch.optimizer.states.placement import StaticPlacementPolicy
 
 NUM_CHUNKS, SIZE, LR = 12, 100, 1e-3
-STATES = NUM_CHUNKS * SIZE * 10
+STATES = NUM_CHUNKS * SIZE * 12
+"""Bytes of the states, and of the weights that the host keeps."""
 RING, MANY = 0.0, 0.25
 """Shares of the spare host memory that inputs take: two that go round, or one for each third chunk."""
 NUM_EARLY, COPY = 4, 3

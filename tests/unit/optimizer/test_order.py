@@ -135,6 +135,11 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
             with optimizer.full_weights():
                 model.first.load_state_dict(other.first.state_dict())
             optimizer.reload_model_params()
+        if index in (1, 7) and zero_stage is not ZeroStage.PARAMETERS:  # written as in plain torch
+            model.first.weight.data.clamp_(-0.1, 0.1)
+        if index == 9:
+            with optimizer.full_weights():
+                model.last.weight.data.mul_(0.5)
         if index == 3:
             fail_midway(model, optimizer, step)
         accumulate(model, optimizer, [] if index == 8 else step)  # 8: without backward
@@ -275,7 +280,7 @@ def copies_under_way_when_buffers_are_freed() -> list[bool]:
         optimizer.step()
         updates = optimizer.adam.streamed_updates
         ends = [buffer.copied_back for buffer in updates._buffers]
-        updates.resize_buffers(0)
+        updates.resize_buffers([])
         return [not end.query() for end in ends]
 
 
