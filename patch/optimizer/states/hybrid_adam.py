@@ -31,7 +31,7 @@ from patch.optimizer.kernels.spec import PreparedUpdate
 from patch.optimizer.param_groups import ParamGroup, group_rates
 from patch.optimizer.states.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.states.disk_update import DiskUpdates
-from patch.optimizer.states.host_buffers import HostedChunks, kept_bytes
+from patch.optimizer.states.host_buffers import HostedChunks
 from patch.optimizer.states.host_update import HostUpdates, item_of
 from patch.optimizer.states.offload import Offload, Placement
 from patch.optimizer.states.streamed_update import StreamedUpdates
@@ -166,8 +166,6 @@ class HybridAdam:
         host_bytes = int(size * bytes_of(self.dtypes)) * len(self.manager.chunks)
         state_bytes = min(host_bytes, offload.host_state_bytes)
         there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
-        kept = size * len(self.manager.chunks) * kept_bytes(self.shards[0].param.dtype)
-        there += kept * state_bytes // max(host_bytes, 1)  # not of chunks on the disk
         spare_bytes = max(0, offload.host_bytes - there - state_bytes)
         updated = {name: dtype for name, dtype in self.dtypes.items() if name != MOMENTUM}
         chunks = HostedChunks(self.shards, updated, size, offload.device, spare_bytes)
