@@ -256,11 +256,12 @@ def device_memory(config: RunConfig, machine: MachineFacts) -> int:
 def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
     """Return bytes of model state on the device of one process, and in the host memory of one machine.
 
-    Neither number has the states that `auto` places, because their place is not known yet.
+    Neither number has the states that `auto` places, because their place is not known yet. Weights that the
+    host keeps beside its states are not needed.
     """
     on_host = host_bytes(config).total + (0 if machine.cuda_devices else bytes_per_rank(config).total)
     if config.optimizer.optimizer_offload_policy == "static":
-        on_host += kept_weight_bytes(config, machine) - disk_bytes(config, machine)
+        on_host -= disk_bytes(config, machine)
     return state_on_device(config), on_host * config.parallel.nproc_per_node
 
 
