@@ -4,7 +4,7 @@ These reads wait for a parameter's all-gather: a module attribute (`module.weigh
 `load_state_dict`, and `parameters()` within a stage's forward. A module's forward also waits for the module's
 parameters, which it may hold in another way (torch.nn.LSTM). A stage's forward ends with all its parameters
 gathered. Before any other read, call `finish_param_sync`; `parameters()` outside of forward is mostly called
-without reading values.
+without reading values. Outside of forward and backward the caller may also write what these reads return.
 """
 
 from __future__ import annotations
@@ -56,11 +56,17 @@ class ModelHooks:
         """Wait for a parameter."""
         self._schedule.units.read(parameter)
         self._need((parameter,))
+        self._expect_writes()
 
     def on_iteration(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
         """Wait for parameters within a forward; outside of it, callers may only count them."""
+        self._expect_writes()
         if self._num_forwards:
             self._need(parameters)
+
+    def _expect_writes(self) -> None:
+        if not self._num_forwards and current_backward() == NO_BACKWARD:
+            self._schedule.expect_writes()
 
     def _need(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
         if self._schedule.is_settled:

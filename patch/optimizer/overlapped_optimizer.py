@@ -268,8 +268,9 @@ class OverlappedDistributedOptimizer:
         self.schedule.start_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait until every parameter has its new value; call before raw reads of parameters."""
+        """Wait until every parameter has its new value; call before raw reads or writes of parameters."""
         self.schedule.finish_param_sync()
+        self.adam.forget_host_weights()
 
     @contextmanager
     def full_weights(self, *, frozen: bool = True) -> Iterator[None]:

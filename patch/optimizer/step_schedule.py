@@ -363,6 +363,10 @@ class StepSchedule:
             self._end_backward()
         self.start_grad_sync()
 
+    def expect_writes(self) -> None:
+        """Expect that the caller writes parameters whose updates have ended; it may also only read them."""
+        self._adam.forget_host_weights()
+
     # Update.
 
     def update(self, lr: float | Sequence[float], grad_scale: float) -> None:

@@ -119,7 +119,8 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     host, instances = memory.host_bytes(config), parallel.num_distributed_optimizer_instances
     disk = memory.disk_bytes(config, machine) if host.optimizer else 0
     weights, gradients, optimizer = map(size_text, state)
-    elsewhere = [f"{size_text(host.total - disk)} more in host memory"] if host.total else []
+    there = host.total - disk + memory.kept_weight_bytes(config, machine)
+    elsewhere = [f"{size_text(there)} more in host memory"] if host.total else []
     elsewhere += [f"{size_text(disk)} on a disk"] if disk else []
     count, frozen = parameters.parameters_of(config, None), parameters.frozen_of(config, None)
     beside = f", and {frozen.total} that do not train" if frozen.total else ""

@@ -73,6 +73,26 @@ def _on_host(config: RunConfig, pp_rank: int | None, every: RankBytes) -> RankBy
     )
 
 
+def kept_weight_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = None) -> int:
+    """Return the bytes of weights that the host keeps beside the states that it updates in its memory.
+
+    A step then copies no weights to the host. They take at most half of the host memory that states leave.
+    With `auto` they are not counted, like its states; fp16 has its masters among the states.
+    """
+    optimizer, precision = config.optimizer, config.training.precision
+    weights, gradients, states = host_bytes(config, pp_rank)
+    if precision == "fp16" or not states:
+        return 0
+    share = max(0.0, optimizer.optimizer_offload_fraction - weights_on_host(config))
+    share *= 1 - (optimizer.optimizer_offload_streamed or 0)
+    share *= 1 - disk_bytes(config, machine, pp_rank) / states
+    numel = parameters.elements_kept_per_rank(config, pp_rank, is_shared=config.zero_stage.shards_states)
+    kept, limit = int(numel * share) * element_bytes(precision), machine.host_memory_bytes
+    limit //= config.parallel.nproc_per_node
+    states = min(_state_bytes(config, pp_rank), optimizer.host_state_bytes(limit))
+    return min(kept, max(0, limit - weights - gradients - states) // 2) if limit else kept
+
+
 def weights_on_host(config: RunConfig) -> float:
     """Return the share of freed weights and their gradients in host memory; 1 while it is undecided."""
     fraction = config.optimizer.cpu_offloading_weights_fraction
@@ -236,7 +256,8 @@ def device_memory(config: RunConfig, machine: MachineFacts) -> int:
 def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
     """Return bytes of model state on the device of one process, and in the host memory of one machine.
 
-    Neither number has the states that `auto` places, because their place is not known yet.
+    Neither number has the states that `auto` places, because their place is not known yet. Weights that the
+    host keeps beside its states are not needed.
     """
     on_host = host_bytes(config).total + (0 if machine.cuda_devices else bytes_per_rank(config).total)
     if config.optimizer.optimizer_offload_policy == "static":

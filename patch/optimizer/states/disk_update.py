@@ -44,14 +44,14 @@ class DiskUpdates(HostUpdates):
         """The order of the last step's updates after its backward."""
         self._taken: _Buffer | None = None
 
-    def resize_buffers(self, num_chunks: int) -> None:
-        """Allocate or drop buffers for `num_chunks` chunks on the disk; call it between two steps."""
-        super().resize_buffers(num_chunks)
+    def resize_buffers(self, chunks: Sequence[StateChunk]) -> None:
+        """Allocate or drop buffers for these chunks on the disk; call it between two steps."""
+        super().resize_buffers(chunks)
         self._drop_reads()
         self._order = ()
-        while len(self._free) > min(num_chunks, NUM_BUFFERS):
+        while len(self._free) > min(len(chunks), NUM_BUFFERS):
             self._free.pop()
-        while len(self._free) < min(num_chunks, NUM_BUFFERS):
+        while len(self._free) < min(len(chunks), NUM_BUFFERS):
             self._free.append(_Buffer(self._hosted.make_states(HOST)))
 
     def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:

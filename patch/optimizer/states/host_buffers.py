@@ -11,14 +11,14 @@ import torch
 
 from patch.memory import HOST, Allocator, Event, OffloadDevice
 from patch.optimizer.kernels.low_bit_moments import bytes_of, elements_of
-from patch.optimizer.states.chunk import BucketShard, Chunk
+from patch.optimizer.states.chunk import BucketShard, Chunk, StateChunk
 
 # The largest share of the chunks on the host that is updated speculatively.
 _SPECULATIVE_SHARE = 0.5
 # The largest share of the chunks on the host that have input buffers. Copies run in the order of backward.
 # With more buffers the gradient that is needed first is copied last, and the host waits for it.
 _INPUT_SHARE = 0.35
-# The shares of the host memory without states that shadows and input buffers may take.
+# The shares of the host memory without states that shadows with kept weights, and input buffers, may take.
 _SHADOW_MEMORY_SHARE = 0.5
 _INPUT_MEMORY_SHARE = 0.25
 # The least number of input buffers, and the number of in-place outputs: one is in use, one is copied.
@@ -50,17 +50,21 @@ class HostedChunks(NamedTuple):
 
 
 class InputBuffers:
-    """Pinned copies of the gradients, and parameters, that the update of one chunk reads."""
+    """Pinned copies of the gradients, and parameters, that the update of one chunk reads.
 
-    def __init__(self, chunks: HostedChunks) -> None:
+    Args:
+        has_param: whether an update reads parameters that the host does not keep.
+    """
+
+    def __init__(self, chunks: HostedChunks, *, has_param: bool) -> None:
         like, allocate = chunks.shards[0], partial(chunks.device.allocate_pinned, chunks.size)
         self.grad = allocate(like.grad.dtype)
-        self.param = allocate(like.param.dtype) if like.param.dtype != torch.float16 else None
-        """Parameters that are masters (fp32) or the high bits of masters (bf16); None for fp16."""
+        self.param = allocate(like.param.dtype) if has_param else None
+        """Parameters that are masters (fp32) or the high bits of masters (bf16), or None."""
 
 
 class OutputBuffers:
-    """Pinned buffers that the update of one chunk writes."""
+    """Pinned buffers that the update of one chunk writes, or the weights of a chunk that the host keeps."""
 
     def __init__(self, chunks: HostedChunks) -> None:
         self.param = chunks.device.allocate_pinned(chunks.size, chunks.shards[0].param.dtype)
@@ -68,6 +72,8 @@ class OutputBuffers:
         """The new states of a speculative update; empty if updates overwrite the old states."""
         self.copied: Event | None = None
         """An event at the end of the last copies from `param` to the device, or None."""
+        self.is_current = False
+        """Whether `param` has, or gets by a copy in flight, the chunk's weights of the device."""
 
 
 class HostBuffers:
@@ -79,12 +85,15 @@ class HostBuffers:
 
     def __init__(self, chunks: HostedChunks, memory: Allocator) -> None:
         self._chunks, self._memory, like = chunks, memory, chunks.shards[0]
-        grad_bytes, param_bytes = like.grad.dtype.itemsize, like.param.dtype.itemsize
+        self._reads_param = like.param.dtype != torch.float16  # its masters are states
+        self.kept: dict[StateChunk, OutputBuffers] = {}
+        """The weights of chunks, which updates in place overwrite; none for fp16 and states on a disk."""
+        self._weight_bytes = chunks.size * like.param.dtype.itemsize
+        self._grad_bytes = chunks.size * like.grad.dtype.itemsize
         state_bytes = bytes_of(chunks.dtypes) if memory is HOST else 0
-        shadow_bytes = chunks.size * (param_bytes + state_bytes)
-        self._max_shadows = int(_SHADOW_MEMORY_SHARE * chunks.spare_bytes / shadow_bytes)
-        input_bytes = chunks.size * (grad_bytes + param_bytes)
-        self._max_inputs = _NUM_ALWAYS + int(_INPUT_MEMORY_SHARE * chunks.spare_bytes) // input_bytes
+        self._shadow_bytes = self._weight_bytes + chunks.size * state_bytes
+        self._room = int(_SHADOW_MEMORY_SHARE * chunks.spare_bytes)
+        self._max_kept = self._room // self._weight_bytes if self._reads_param and memory is HOST else 0
         self.inputs: deque[InputBuffers] = deque()
         """Input buffers that no update uses."""
         self.outputs: list[OutputBuffers] = []
@@ -92,17 +101,33 @@ class HostBuffers:
         self.shadow_outputs: deque[OutputBuffers] = deque()
         """Outputs of speculative updates that no update of this step uses."""
 
-    def resize(self, num_chunks: int) -> None:
-        """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
+    def resize(self, hosted: Sequence[StateChunk]) -> None:
+        """Allocate or drop buffers for these chunks on the host; call it between two steps."""
+        num_chunks, shards = len(hosted), self._chunks.shards
+        copied = [chunk for chunk in hosted if not all(shards[r.shard].is_on_host for r in chunk.ranges)]
+        wanted = copied[: self._max_kept]
+        # Weights of chunks that leave become old, so they go even if memory runs out below.
+        self.kept = {chunk: self.kept[chunk] for chunk in wanted if chunk in self.kept}
+        try:
+            for chunk in wanted:
+                if chunk not in self.kept:
+                    self.kept[chunk] = OutputBuffers(self._chunks)
+        except MemoryError:  # a step can do without them
+            self._max_kept, self.kept = 0, {}
         while len(self.outputs) < min(_NUM_ALWAYS, num_chunks):
             self.outputs.append(OutputBuffers(self._chunks))
-        most = max(_NUM_ALWAYS, int(num_chunks * _INPUT_SHARE))
-        num_inputs = min(num_chunks, most, self._max_inputs)
+        has_param = self._reads_param and len(self.kept) < len(copied)
+        if self.inputs and (self.inputs[0].param is not None) != has_param:
+            self.inputs.clear()
+        input_bytes = self._grad_bytes + self._weight_bytes * has_param
+        most = _NUM_ALWAYS + int(_INPUT_MEMORY_SHARE * self._chunks.spare_bytes) // input_bytes
+        num_inputs = min(num_chunks, max(_NUM_ALWAYS, int(num_chunks * _INPUT_SHARE)), most)
         while len(self.inputs) > num_inputs:
             self.inputs.pop()
         while len(self.inputs) < num_inputs:
-            self.inputs.append(InputBuffers(self._chunks))
-        num_shadows = min(int(num_chunks * _SPECULATIVE_SHARE), self._max_shadows)
+            self.inputs.append(InputBuffers(self._chunks, has_param=has_param))
+        most = int((self._room - len(self.kept) * self._weight_bytes) / self._shadow_bytes)
+        num_shadows = min(int(num_chunks * _SPECULATIVE_SHARE), most)
         while len(self.shadow_outputs) > num_shadows:
             self.shadow_outputs.pop()
         while len(self.shadow_outputs) < num_shadows:

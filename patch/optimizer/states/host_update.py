@@ -10,6 +10,9 @@ shadow and states are exchanged. Otherwise the shadow is ignored, and the chunk 
 unchanged states. Both ways give the same bits as an update after backward. Chunks that the worker has not
 begun when the norm is known are updated in the order in which their parameters are needed.
 
+The host keeps the weights of its chunks from step to step. The device's weights are copied to the host only
+before the first step after `forget_weights` or after a chunk came to the host.
+
 Source: the idea of a speculative step is SuperOffload's (arXiv:2509.21271), whose rollback is not exact.
 """
 
@@ -117,9 +120,14 @@ class HostUpdates:
         self.disk_wait_s = 0.0
         """Seconds that the worker has waited for a disk."""
 
-    def resize_buffers(self, num_chunks: int) -> None:
-        """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
-        self._buffers.resize(num_chunks)
+    def resize_buffers(self, chunks: Sequence[StateChunk]) -> None:
+        """Allocate or drop buffers for these chunks on the host; call it between two steps."""
+        self._buffers.resize(chunks)
+
+    def forget_weights(self) -> None:
+        """Read all weights from the device in the next step, because they may be written there before."""
+        for kept in self._buffers.kept.values():
+            kept.is_current = False
 
     def start_step(self, expected: Sequence[AdamScalars]) -> None:
         """Begin a step before its backward, with the scalars of each parameter group for no clipping."""
@@ -168,7 +176,10 @@ class HostUpdates:
                 self._jobs[chunk] = self._worker.submit(self._commit, speculated[chunk])
             else:
                 self._jobs[chunk] = self._worker.submit(
-                    self._update_in_place, updates[chunk], next(outputs_in_turn), scalars
+                    self._update_in_place,
+                    updates[chunk],
+                    self._buffers.kept.get(chunk) or next(outputs_in_turn),
+                    scalars,
                 )
         self._updates = {}
 
@@ -229,16 +240,20 @@ class HostUpdates:
         if not self._buffers.inputs:
             self._release_inputs(next(other for other in reversed(self._queue) if other.inputs is not None))
         inputs = update.inputs = self._buffers.inputs.popleft()
+        kept = self._buffers.kept.get(update.chunk)
+        param = inputs.param if kept is None else None if kept.is_current else kept.param
         copies = []
         for r in update.chunk.ranges:
             shard = self._shards[r.shard]
             if shard.is_on_host:
                 continue
             copies.append((shard.grad[r.in_shard], inputs.grad[r.in_chunk]))
-            if inputs.param is not None:
-                copies.append((shard.param[r.in_shard], inputs.param[r.in_chunk]))
+            if param is not None:
+                copies.append((shard.param[r.in_shard], param[r.in_chunk]))
         with region("chunk %d to host", update.chunk.index):
             update.inputs_copied = self._device.copy_to_host(copies, update.grads_final)
+        if kept is not None:
+            kept.is_current = True
 
     def _release_inputs(self, update: _ChunkUpdate) -> None:
         """Free an update's input buffers; needs the lock. Copies to them end before any later copy begins."""
@@ -258,7 +273,9 @@ class HostUpdates:
         update, outputs, job = speculation
         job.result()  # raises the error of the update
         update.chunk.states, outputs.shadow = outputs.shadow, update.chunk.states
-        return self._copy_params_back(update.chunk, outputs, update.chunk.ranges)
+        if (kept := self._buffers.kept.get(update.chunk)) is not None:
+            kept.param, outputs.param, outputs.copied = outputs.param, kept.param, kept.copied
+        return self._copy_params_back(update.chunk, kept or outputs, update.chunk.ranges)
 
     def _update_in_place(
         self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
@@ -300,10 +317,12 @@ class HostUpdates:
             outputs.copied.synchronize()
         begin = time.perf_counter()
         inputs, items = update.inputs, []
+        kept = self._buffers.kept.get(update.chunk)
+        param = inputs.param if kept is None else kept.param
         states, new_states = self._states_of(update, outputs)
         for r in update.chunk.ranges:
             shard, grad, new = self._shards[r.shard], inputs.grad[r.in_chunk], outputs.param[r.in_chunk]
-            old = new if inputs.param is None else inputs.param[r.in_chunk]
+            old = new if param is None else param[r.in_chunk]
             if shard.is_on_host:
                 grad, old = shard.grad[r.in_shard], shard.param[r.in_shard]
                 new = new if outputs.shadow else old  # a speculative update may prove wrong

@@ -181,7 +181,7 @@ class HybridAdam:
     def _resize_host_buffers(self) -> None:
         self._prepared.clear()
         for updates in self._all_updates:
-            updates.resize_buffers(len(self._chunks_of_updates(updates)))
+            updates.resize_buffers(self._chunks_of_updates(updates))
 
     def _updates_of(self, chunk: StateChunk) -> HostUpdates | StreamedUpdates | None:
         """Return what updates a chunk on the host."""
@@ -197,6 +197,7 @@ class HybridAdam:
 
     def copy_model_params_to_main_params(self) -> None:
         """Set the masters to the model's parameters; call it after parameters were loaded into the model."""
+        self.forget_host_weights()
         for chunk in self.manager.chunks:
             chunk.wait_for_transfer()
             if "master_low" in chunk.states:
@@ -205,6 +206,11 @@ class HybridAdam:
                 for r in chunk.ranges:
                     master = chunk.states["master"].data[r.in_chunk]
                     write_values(master, self.shards[r.shard].param[r.in_shard])
+
+    def forget_host_weights(self) -> None:
+        """Read all weights from the device in the next step, because they may be written there before."""
+        if self.host_updates is not None:
+            self.host_updates.forget_weights()
 
     def report(self) -> OptimizerReport:
         """Report where states are, and the cost of offload."""

@@ -49,19 +49,19 @@ class StreamedUpdates:
         """The updates of the last complete step."""
         self._norm_known: Event | None = None
 
-    def resize_buffers(self, num_chunks: int) -> None:
-        """Allocate or free buffers for `num_chunks` streamed chunks; call it between two steps.
+    def resize_buffers(self, chunks: Sequence[StateChunk]) -> None:
+        """Allocate or free buffers for these streamed chunks; call it between two steps.
 
         Raises:
             OutOfMemoryError: the device has no room for them.
         """
-        while len(self._buffers) > min(num_chunks, NUM_STREAMED):
+        while len(self._buffers) > min(len(chunks), NUM_STREAMED):
             buffer = self._buffers.pop()
             if buffer.copied_back is not None:  # else compute might reuse memory that is still being read
                 buffer.copied_back.synchronize()
             for chunk in buffer.states.values():
                 chunk.memory.free(chunk.data)
-        while len(self._buffers) < min(num_chunks, NUM_STREAMED):
+        while len(self._buffers) < min(len(chunks), NUM_STREAMED):
             self._buffers.append(_Buffer())  # at once, so that memory may run out below
             self._hosted.make_states(self._device, self._buffers[-1].states)
 

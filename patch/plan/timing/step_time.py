@@ -342,9 +342,10 @@ def _host_update(costs: StepCosts, elements: float) -> float:
     """Seconds that a step waits for states on the host.
 
     Gradients are copied to the host behind the last backward, during which at most half of the states are
-    updated. The other states are updated after the norm, during the next forward, which needs its first
-    weights at once. Weights on the host need no copies: their gradients are already there, and their new
-    values stay there. Streamed states are updated by the device after the norm.
+    updated. The host keeps its own copy of the weights, except those whose states are on a disk. The other
+    states are updated after the norm, during the next forward, which needs its first weights at once.
+    Weights on the host need no copies: their gradients are already there, and their new values stay there.
+    Streamed states are updated by the device after the norm.
     """
     config, machine = costs.config, costs.machine
     main, weight = (element_bytes(p) for p in (config.optimizer.main_grads_dtype, config.training.precision))
@@ -353,12 +354,12 @@ def _host_update(costs: StepCosts, elements: float) -> float:
     # The states of streamed chunks are copied both ways. A measured share (`auto`) is planned as 0.
     streamed = copied * (config.optimizer.optimizer_offload_streamed or 0)
     copied, elements = copied - streamed, elements - streamed
-    down = copied * (main + weight) / link
     up = (copied * weight + streamed * state_bytes(config)) / link
     update = elements * _update_bytes(config) / host_rate(config, machine)
     processes = config.parallel.nproc_per_node
     stays = config.optimizer.host_state_bytes(machine.host_memory_bytes // processes)
     on_disk = max(0.0, elements * state_bytes(config) - stays)  # read and written beside the kernel
+    down = (copied * main + on_disk / state_bytes(config) * weight) / link
     update = max(update, 2 * on_disk * processes / (machine.disk_bandwidth * machine.reached.disk))
     forward, backward, _ = costs.of_rank(0)
     early = min(_SPECULATIVE_SHARE, backward / max(update * _SHADOW_FACTOR, 1e-9))

@@ -25,7 +25,8 @@ from patch.optimizer.states.offload import Offload
 from patch.optimizer.states.placement import StaticPlacementPolicy
 
 NUM_CHUNKS, SIZE, LR = 12, 100, 1e-3
-STATES = NUM_CHUNKS * SIZE * 10
+STATES, WEIGHTS = NUM_CHUNKS * SIZE * 10, NUM_CHUNKS * SIZE * 2
+"""Bytes of the states, and of the weights that the host keeps."""
 RING, MANY = 0.0, 0.25
 """Shares of the spare host memory that inputs take: two that go round, or one for each third chunk."""
 NUM_EARLY, COPY = 4, 3
@@ -132,7 +133,7 @@ def test_what_is_needed_first_is_updated_first(share: float) -> None:
 def test_early_updates_are_those_of_half_the_chunks_and_their_shadows_take_half_of_the_spare_memory(
     num_shadows: int,
 ) -> None:
-    with job(STATES + 2 * num_shadows * SIZE * 12) as a:
+    with job(STATES + 2 * (WEIGHTS + num_shadows * SIZE * 12)) as a:
         a.backward(is_reduced=False)
         assert a.run_early() == min(num_shadows, NUM_CHUNKS // 2)
 
@@ -183,6 +184,44 @@ def test_as_many_gradients_come_in_backward_as_fit_into_memory(num_early: int | 
         a.fake.run_others()
         assert not a.down.tasks and not a.kernel.numels
         assert a.down.num_done == COPY * (num_early or NUM_EARLY)
+
+
+@pytest.mark.parametrize(("num_fitting", "num_kept"), [(0, 0), (5, 5), (NUM_CHUNKS + 1, NUM_CHUNKS)])
+def test_weights_stay_on_the_host_while_half_of_the_spare_memory_has_room(
+    num_fitting: int, num_kept: int
+) -> None:
+    """The other chunks' weights are copied to it in each step."""
+    with job(STATES + 2 * num_fitting * SIZE * 2) as a:
+        buffers = a.adam.host_updates._buffers
+        assert len(buffers.kept) == num_kept
+        assert {each.param is None for each in buffers.inputs} == {num_kept == NUM_CHUNKS}
+
+
+class TightDevice(FakeOffloadDevice):
+    """The fifth buffer of weights cannot be pinned."""
+
+    num_weights = 0
+
+    def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.num_weights += dtype == torch.bfloat16
+        if self.num_weights == 5:
+            raise MemoryError
+        return super().allocate_pinned(numel, dtype)
+
+
+def test_a_host_that_cannot_pin_all_weights_keeps_none() -> None:
+    bits = []
+    for device_type in (FakeOffloadDevice, TightDevice):
+        fake = FakeDevice(0)
+        with on(fake) as kernel:
+            offload = Offload(device_type(fake), StaticPlacementPolicy(1.0), SIZE)
+            a = Job(fake, kernel, offload=offload)
+            for scale in (1.0, 0.5, 1.0):
+                a.backward(is_reduced=False)
+                a.step(scale)
+            assert bool(a.adam.host_updates._buffers.kept) == (device_type is FakeOffloadDevice)
+            bits.append(a.weight.tolist())
+    assert bits[0] == bits[1] != [1.0] * len(bits[0])
 
 
 class TimedDevice(FakeOffloadDevice):

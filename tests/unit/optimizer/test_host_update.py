@@ -4,16 +4,20 @@ The device is simulated: its chunks are updated in NumPy, those on the host in C
 What is updated when: test_early_updates.py.
 """
 
+import itertools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from distributed_runner import run_distributed
+from distributed_runner import new_job, run_distributed
 from optimizer_runs import (
     RULES,
     OddModel,
@@ -31,9 +35,11 @@ from small_runs import HALF, small_run
 from training_runs import build_seeded_run
 
 from patch.config.choices import ZeroStage
+from patch.device import MachineFacts
 from patch.memory import UNLIMITED, DiskMemory, SimulatedDevice
 from patch.optimizer.states.offload import Offload
-from patch.plan.memory import staging_bytes
+from patch.plan.memory import kept_weight_bytes, staging_bytes
+from patch.training.step import train_step
 
 pytestmark = pytest.mark.long
 
@@ -148,3 +154,45 @@ def streaming_bytes(rank: int, world_size: int) -> tuple[int, int]:
 def test_buffers_of_streamed_states_are_those_of_the_plan(world_size: int) -> None:
     for there, planned in run_distributed(streaming_bytes, world_size):
         assert 0 < there <= planned < 5 * there
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"dp": 2, "data_parallel_sharding": "gradients"},
+    {"pp": 2, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    {"tp": 2, "sequence_parallel": True, "untie_embeddings_and_output_weights": False},
+]
+
+
+def count_weights(device: SimulatedDevice, copied: list[int], copies: Sequence, after: Any) -> Any:
+    """Copy to the host, and count the bytes of weights; gradients are fp32."""
+    copied[-1] += sum(source.nbytes for source, _ in copies if source.dtype == torch.bfloat16)
+    return device.copy_to_device(copies)
+
+
+def weights_to_host(rank: int, world_size: int) -> list[tuple[list[int], int, float]]:
+    """For each layout: bytes of weights that each step copies to the host, their bytes on the host and by
+    the plan. Before the third step weights are loaded."""
+    found = []
+    for layout in LAYOUTS:
+        new_job()
+        config = small_run(precision="bf16", **HALF | layout)
+        run, copied = build_seeded_run(config), list[int]()
+        device, updates = run.optimizer.placement.device, run.optimizer.adam.host_updates
+        assert isinstance(device, SimulatedDevice) and updates is not None
+        with mock.patch.object(device, "copy_to_host", partial(count_weights, device, copied)):
+            for step in range(4):
+                copied.append(0)
+                if step == 2:
+                    run.optimizer.reload_model_params()
+                train_step(run, step)
+                run.optimizer.schedule.finish_param_sync()
+        kept = 2 * sum(chunk.numel for chunk in updates._buffers.kept)
+        planned = kept_weight_bytes(config, MachineFacts(0, 1), rank if "pp" in layout else 0)
+        found.append((copied, kept, planned / kept))
+    return found
+
+
+def test_weights_stay_on_the_host_that_updates_them() -> None:
+    for copied, kept, planned in itertools.chain(*run_distributed(weights_to_host, 2)):
+        assert kept > 0 and copied == [kept, 0, kept, 0]
+        assert 0.95 < planned < 1.05

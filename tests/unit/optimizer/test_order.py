@@ -60,7 +60,7 @@ CASES = [
 some, such as experts; ranks in instances; or none for all."""
 ON_HOST = CASES[-2:]
 """Where weights and gradients lie in host memory, but for the reference."""
-TIGHT = 20 * CHUNK * 12
+TIGHT = 11 * CHUNK * 12
 """Host memory for the states, and hardly more: the buffers that updates share go round."""
 
 
@@ -126,6 +126,7 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
     fake.adopt(list(model.parameters()))
     on_host = case in ON_HOST and offload is not None
     optimizer = build(model, zero_stage, clip_grad, copies, offload, cpu_offloading_weights=on_host)
+    bias = model.first.bias
     norms, losses, resumed = [], [], dict[str, Any]()
     for index, step in enumerate(steps):
         optimizer.placement.apply()
@@ -136,6 +137,14 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
             with optimizer.full_weights():
                 model.first.load_state_dict(other.first.state_dict())
             optimizer.reload_model_params()
+        if index in (1, 7) and zero_stage is not ZeroStage.PARAMETERS:  # written as in plain torch
+            model.first.weight.data.clamp_(-0.1, 0.1)
+        if index == 8 and zero_stage is not ZeroStage.PARAMETERS:  # a tensor of before the last step
+            optimizer.finish_param_sync()
+            bias.data.add_(1.0)
+        if index == 9:
+            with optimizer.full_weights():
+                model.last.weight.data.mul_(0.5)
         if index == 3:
             fail_midway(model, optimizer, step)
         accumulate(model, optimizer, [] if index == 8 else step)  # 8: without backward
@@ -282,7 +291,7 @@ def copies_under_way_when_buffers_are_freed() -> list[bool]:
         optimizer.step()
         updates = optimizer.adam.streamed_updates
         ends = [buffer.copied_back for buffer in updates._buffers]
-        updates.resize_buffers(0)
+        updates.resize_buffers([])
         return [not end.query() for end in ends]
 
 
@@ -323,7 +332,7 @@ def test_no_order_of_execution_changes_a_bit(outcomes: dict, case: tuple, order:
     assert ours["bits"] == expected["bits"] and ours["arrays"].keys() == expected["arrays"].keys()
     for name, values in expected["arrays"].items():
         assert np.isfinite(values).all() and np.array_equal(ours["arrays"][name], values), name
-    assert not ours["faults"] and ours["updates"] > (8 if is_streamed(case, order) else 20)
+    assert not ours["faults"] and ours["updates"] > (7 if is_streamed(case, order) else 20)
 
 
 def test_nothing_of_a_step_not_taken_is_under_way_when_chunks_move(outcomes: dict) -> None:

@@ -15,7 +15,7 @@ from patch.plan.activations import activation_bytes, activation_peak
 from patch.plan.describe import describe_plan
 from patch.plan.fits import fit_of
 from patch.plan.flops import peak_flops
-from patch.plan.memory import bytes_per_rank, staging_bytes
+from patch.plan.memory import bytes_per_rank, kept_weight_bytes, staging_bytes
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.preflight.parse import parse_args
 
@@ -156,6 +156,13 @@ def test_what_a_run_needs_is_state_and_activations(flags, cuda, on_device, on_ho
     assert (fit.device_needed, fit.host_needed) == (device, host) and fit.is_on_host
     assert fit_of(config, MachineFacts(2 * cuda, 2, 2**33, host - 1)).is_on_host == (host == 0)
     assert fit.is_on_device == ("--simulated-device-memory=1e6" not in flags)
+
+
+@pytest.mark.parametrize(("host", "kept"), [(0, 2), (18, 0), (22, 1), (100, 2)])
+def test_weights_that_the_host_keeps_take_half_of_what_states_leave(host, kept):
+    """In half bytes a parameter: half of the weights, beside 10 bytes of states, all of which may come."""
+    found = kept_weight_bytes(_run("tiny", *STATIC_HALF), MachineFacts(1, 2, 2**33, host * TINY // 2))
+    assert found == pytest.approx(kept * TINY / 2, abs=1)
 
 
 @pytest.mark.parametrize(("cuda", "usable"), [(True, 1), (False, 0)])

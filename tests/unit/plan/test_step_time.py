@@ -119,7 +119,7 @@ def test_several_nodes_wait_for_the_slowest():
 
 def test_streamed_states_leave_the_host_less_to_do():
     """Few cores; copies both ways take 10 bytes of each state, and hide behind the forward."""
-    host = dataclasses.replace(H100, devices_per_node=1, host_bandwidth=16 * 15e9)
+    host = dataclasses.replace(H100, devices_per_node=1, host_bandwidth=12 * 15e9)
     seconds = []
     for share in (0, 0.5, 1):
         flags = f"--optimizer-offload-policy static --optimizer-offload-streamed {share}"
