@@ -61,14 +61,6 @@ class TensorHeader(NamedTuple):
     """Scales of a weight in 8 bits, which is read as BF16; None for other tensors."""
 
 
-_NO_HEADER = TensorHeader(Path(), "", (), "")
-
-
-def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight in 8 bits; the last block may be smaller."""
-    return tuple(-(-size // FP8_BLOCK) for size in shape)
-
-
 class WeightHeaders:
     """Tensors of a Hugging Face folder by name, as the headers of its safetensors files describe them.
 
@@ -135,7 +127,7 @@ class WeightHeaders:
         for tensor in self.further:
             self._check_tensor(tensor)
         known = {tensor.name for tensor in [*expected, *self.further]} | unused | used
-        known |= {name + _SCALE for name in known if self._headers.get(name, _NO_HEADER).scales}
+        known |= {name + _SCALE for name, header in self._headers.items() if header.scales is not None}
         extra = [name for name in self._headers if name not in known and not name.endswith(_DERIVED)]
         if extra:
             header = self._headers[extra[0]]
@@ -170,7 +162,8 @@ class WeightHeaders:
             )
         header = self._headers[tensor.name]
         scales = self._headers.get(tensor.name + _SCALE)
-        if header.dtype == _FP8 and scales and scales.shape == scales_shape(header.shape):
+        blocks = tuple(-(-size // FP8_BLOCK) for size in header.shape)  # the last may be smaller
+        if header.dtype == _FP8 and scales is not None and scales.shape == blocks:
             header = self._headers[tensor.name] = header._replace(dtype="BF16", scales=scales)
         if header.shape != tensor.shape:
             raise ConversionError(
