@@ -173,9 +173,7 @@ class LayerSpecBuilder:
                 linear_qkv=self._linear(Column, number, qkv),
                 core_attention=self._core_attention(number),
                 # Attention saves its output, which is the input of the projection.
-                linear_proj=self._linear(
-                    Row, number, is_input_kept=True, has_bias=self.model.add_proj_bias
-                ),
+                linear_proj=self._linear(Row, number, is_input_kept=True, has_bias=self.model.add_proj_bias),
                 q_layernorm=query_norm,
                 k_layernorm=key_norm,
             ),
