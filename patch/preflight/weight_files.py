@@ -64,11 +64,14 @@ class TensorHeader(NamedTuple):
 class WeightHeaders:
     """Tensors of a Hugging Face folder by name, as the headers of its safetensors files describe them.
 
+    Args:
+        adapter: whether it is a PEFT folder.
+        files: the files to read, or None for those that hold the weights.
     Raises:
         ConversionError: the folder holds neither safetensors nor .bin files, or a file is missing or broken.
     """
 
-    def __init__(self, folder: Path, *, adapter: bool = False) -> None:
+    def __init__(self, folder: Path, *, adapter: bool = False, files: list[Path] | None = None) -> None:
         self.folder = folder
         self._cure, self._field = _ADAPTER_CURE if adapter else _MODEL_CURE
         self.tensors: list[HFTensor] = []
@@ -76,7 +79,9 @@ class WeightHeaders:
         self.further: list[HFTensor] = []
         """Tensors of layers after the model's last, which predict further tokens (MTP); set by `check`."""
         self._headers: dict[str, TensorHeader] = {}
-        for path in [_adapter_file(folder)] if adapter else _weight_files(folder):
+        if files is None:
+            files = [_adapter_file(folder)] if adapter else _weight_files(folder)
+        for path in files:
             found = self._read(path)
             if twice := found.keys() & self._headers.keys():
                 name = min(twice)
@@ -95,6 +100,11 @@ class WeightHeaders:
             name: TensorHeader(path, name, tuple(lazy.get_shape()), lazy.get_dtype())
             for name, lazy in slices.items()
         }
+
+    @property
+    def stored(self) -> list[HFTensor]:
+        """All tensors of the files."""
+        return [HFTensor(name, header.shape) for name, header in self._headers.items()]
 
     def file_of(self, name: str) -> Path:
         """Return the file that contains a tensor."""
@@ -119,11 +129,8 @@ class WeightHeaders:
                 used |= self._take(tensor, stacked)
             self._check_tensor(tensor)
         layers = tuple(f"model.layers.{number}." for number in further)
-        self.further = [
-            HFTensor(name, header.shape)
-            for name, header in sorted(self._headers.items())
-            if name.startswith(layers) and not name.endswith(_SCALE)
-        ]
+        others = (each for each in sorted(self.stored) if each.name.startswith(layers))
+        self.further = [tensor for tensor in others if not tensor.name.endswith(_SCALE)]
         for tensor in self.further:
             self._check_tensor(tensor)
         known = {tensor.name for tensor in [*expected, *self.further]} | unused | used
