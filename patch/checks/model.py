@@ -10,7 +10,6 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.families import (
     ALIBI_POSITIONS,
-    LATENT_FIELDS,
     UNUSED_ROTARY_BASE,
     family_of,
     is_llama_like,
@@ -19,6 +18,7 @@ from patch.families import (
     reason_without_hf_class,
     traits_of,
 )
+from patch.families.shape import LATENT_SIZES
 from patch.features.table import LATENTS
 
 
@@ -45,8 +45,13 @@ _HEADS = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 def latent_attention_is_whole(config: RunConfig, machine: MachineFacts) -> None:
     """Require all sizes of latent attention, and a key and value per head; refuse them elsewhere."""
     model = config.model
+    is_yarn = model.use_rope_scaling and model.rope_scaling_type == "yarn"
+    for field in () if is_yarn else ("mscale", "mscale_all_dim"):
+        if getattr(model, field) is not None:
+            expected = f"yarn at {where('rope_scaling_type')}"
+            refuse(field, getattr(model, field), expected, "it is a part of YaRN")
     if not model.is_latent:
-        for field in sorted(LATENT_FIELDS):
+        for field in sorted(LATENT_SIZES):
             if getattr(model, field) is not None:
                 refuse(field, getattr(model, field), "0", f"only latent attention ({_LATENT}) has it")
         return
@@ -62,15 +67,9 @@ def latent_attention_is_whole(config: RunConfig, machine: MachineFacts) -> None:
     if model.num_query_groups != model.num_attention_heads:
         why = "each head of latent attention has a key and a value"
         refuse("num_query_groups", model.num_query_groups, f"{model.num_attention_heads}", why)
-    is_yarn = model.use_rope_scaling and model.rope_scaling_type == "yarn"
     if model.use_rope_scaling and not is_yarn:
         why = "latent attention has no other scaling of RoPE yet"
         refuse("rope_scaling_type", model.rope_scaling_type, "yarn", why)
-    for field in ("mscale", "mscale_all_dim"):
-        if getattr(model, field) is not None and not is_yarn:
-            refuse(
-                field, getattr(model, field), f"yarn at {where('rope_scaling_type')}", "it is a part of YaRN"
-            )
 
 
 _LATENT = where(LATENTS.field)

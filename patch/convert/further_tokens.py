@@ -6,17 +6,15 @@ are copied bit by bit; only weights in fp8 become bf16, as all others of such a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from patch.convert.hf_reader import DTYPES, HFFolder
+from patch.convert.hf_reader import HFFolder
 from patch.convert.mappings import HFBlock
 from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.families.weights import HFTensor
-from patch.preflight.weight_files import reading
 from patch.storage.names import MTP_FILE
 
 _ROWS = 1024
@@ -29,30 +27,22 @@ def keep(source: HFFolder, target: Path) -> None:
     if not dtypes:
         return
     with SafetensorsWriter(target, dtypes, dict.fromkeys((each.name for each in dtypes), MTP_FILE)) as file:
-        for name, shape in dtypes:
-            tensor = source[name]
-            for row in range(0, shape[0], _ROWS):
-                file.write(HFBlock(name, row, 0, tensor[row : row + _ROWS]))
+        for block in _blocks(source, dtypes):
+            file.write(block)
         file.check_complete()
 
 
-class KeptLayers:
-    """The tensors that `keep` wrote into a folder; none if it has no such file."""
+def kept(folder: Path | None) -> tuple[dict[HFTensor, torch.dtype], Iterator[HFBlock]]:
+    """Return the tensors that `keep` wrote into a folder, and all their values; none without such a file."""
+    if folder is None or not (folder / MTP_FILE).is_file():
+        return {}, iter(())
+    source = HFFolder(folder, files=[folder / MTP_FILE])
+    dtypes = {tensor: source.dtype_of(tensor.name) for tensor in source.stored}
+    return dtypes, _blocks(source, dtypes)
 
-    def __init__(self, folder: Path | None) -> None:
-        self._path = None if folder is None else folder / MTP_FILE
-        self.dtypes: dict[HFTensor, torch.dtype] = {}
-        if self._path is None or not self._path.is_file():
-            return
-        with reading(self._path), safe_open(str(self._path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                lazy = file.get_slice(name)
-                self.dtypes[HFTensor(name, (*lazy.get_shape(),))] = DTYPES[lazy.get_dtype()]
 
-    def blocks(self) -> Iterator[HFBlock]:
-        """Yield all values."""
-        for name, shape in self.dtypes:
-            with reading(Path(self._path or "")), safe_open(str(self._path), framework="pt") as file:
-                tensor = file.get_slice(name)
-                for row in range(0, shape[0], _ROWS):
-                    yield HFBlock(name, row, 0, tensor[row : row + _ROWS])
+def _blocks(source: HFFolder, tensors: Iterable[HFTensor]) -> Iterator[HFBlock]:
+    for name, shape in tensors:
+        tensor = source[name]
+        for row in range(0, shape[0], _ROWS):
+            yield HFBlock(name, row, 0, tensor[row : row + _ROWS])

@@ -35,7 +35,7 @@ class _Slice(NamedTuple):
     tensor: Any
     header: TensorHeader
     scales: Any = None
-    """Lazy slice of the scales of a weight in 8 bits, or None."""
+    """Lazy slice of the scales of the blocks of a weight in 8 bits, which becomes bf16, or None."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:  # type: ignore[override]
         """Read rows, or rows and columns.
@@ -53,30 +53,17 @@ class _Slice(NamedTuple):
             part = self.tensor[stacked.expert, first + start : first + stop, *columns]
         assert isinstance(part, torch.Tensor)
         if self.scales is not None:
-            part = _from_fp8(part, self.scales, *_starts(index, self.header.shape))
+            parts = index if isinstance(index, tuple) else (index, slice(None))
+            numbers = (torch.arange(size)[of] for of, size in zip(parts, self.header.shape, strict=True))
+            row_blocks, column_blocks = (each // FP8_BLOCK for each in numbers)
+            scales = self.scales[:][row_blocks[:, None], column_blocks]
+            part = (part.float() * scales.float()).bfloat16()
         if not is_finite(part):
             raise ConversionError(
                 f"{self.header.stored_name} in {self.header.path} has values that are NaN or infinite, "
                 "expected finite ones: copy or download it again, or take the weights of an earlier step"
             )
         return part
-
-
-def _starts(index: Any, shape: tuple[int, ...]) -> list[int]:
-    parts = index if isinstance(index, tuple) else (index, slice(None))
-    return [part.indices(size)[0] for part, size in zip(parts, shape, strict=True)]
-
-
-def _from_fp8(part: torch.Tensor, scales: Any, row: int, column: int) -> torch.Tensor:
-    """Return a part of a weight, from `row` and `column` on, in bf16; its blocks have a scale each."""
-    ends = row + part.shape[0], column + part.shape[1]
-    of_rows, of_columns = (
-        slice(at // FP8_BLOCK, -(-end // FP8_BLOCK)) for at, end in zip((row, column), ends, strict=True)
-    )
-    wide = scales[of_rows, of_columns].float()
-    for axis, at in enumerate((row, column)):
-        wide = wide.repeat_interleave(FP8_BLOCK, axis).narrow(axis, at % FP8_BLOCK, part.shape[axis])
-    return (part.float() * wide).bfloat16()
 
 
 class HFFolder(WeightHeaders):

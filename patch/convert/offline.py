@@ -235,18 +235,17 @@ def mcore_to_hf(
             with staging(target, sources, overwrite=overwrite) as partial:
                 stored, title = weights.dtypes, f"{folder.name} to Hugging Face"
                 dtypes = {tensor: stored[tensor.name] for tensor in hf_tensors(described.model)}
-                kept = further_tokens.KeptLayers(described.folder)
+                kept, kept_blocks = further_tokens.kept(described.folder)
                 with writing(partial):
-                    blocks = chain(weights.blocks(), kept.blocks())
-                    write_like(described.folder, partial, dtypes | kept.dtypes, blocks, title)
+                    blocks = chain(weights.blocks(), kept_blocks)
+                    write_like(described.folder, partial, dtypes | kept, blocks, title)
                     model, origin, tokenizer = described
                     is_source = hf_config is None and folder.name == RELEASE  # from hf2mcore
                     stated = stated_dtype(stored.values(), origin, is_source=is_source)
                     if is_source and origin is not None:
                         step = read_step(origin)
-                    has_kept = bool(kept.dtypes)
                     write_descriptions(
-                        partial, model, origin, tokenizer, stated, step, predicts_further=has_kept
+                        partial, model, origin, tokenizer, stated, step, predicts_further=bool(kept)
                     )
                 verified.result()
                 publish(target, "Hugging Face folder", step)

@@ -5,8 +5,7 @@ transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes bot
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -205,30 +204,16 @@ def _read_scaling(config: ConfigReader, rope: ConfigReader, rope_type: str) -> d
     if rope_type == "llama3":
         fields = {field: rope.number(key) for key, field in _LLAMA3.items() if key != _OUTSIDE}
         return {"rope_scaling_factor": rope.number("factor"), "rope_original_max_position": original} | fields
-    factor = rope.number("factor", longest / original)
+    is_stated = rope.values.get("attention_factor") is not None
     return {
-        "rope_scaling_factor": factor,
+        "rope_scaling_factor": rope.number("factor", longest / original),
         "rope_original_max_position": original,
         "yarn_beta_fast": rope.number("beta_fast", 0.0) or _IMPLIED["yarn_beta_fast"],
         "yarn_beta_slow": rope.number("beta_slow", 0.0) or _IMPLIED["yarn_beta_slow"],
         "yarn_correction_range_round_to_int": rope.boolean("truncate", True),
-        "yarn_attention_factor": _attention_factor(rope, factor),
+        "yarn_attention_factor": rope.number("attention_factor") if is_stated else None,
+        **{key: rope.number(key, 0.0) or None for key in ("mscale", "mscale_all_dim")},
     }
-
-
-def _attention_factor(rope: ConfigReader, factor: float) -> float | None:
-    """The factor in the file, or derived from `mscale` and `mscale_all_dim`, or None."""
-    if rope.values.get("attention_factor") is not None:
-        return rope.number("attention_factor")
-    scales = [rope.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
-    if not all(scales):
-        return None
-    return _by_mscale(scales, factor)
-
-
-def _by_mscale(scales: Sequence[float], factor: float) -> float:
-    above, below = (1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0 for scale in scales)
-    return above / below
 
 
 def write_rope(
@@ -247,11 +232,6 @@ def write_rope(
                 scaling[key] = value
         if _OUTSIDE in described:
             described[_OUTSIDE] = model.rope_original_max_position
-        old = described.get("rope_scaling") or described.get("rope_parameters") or {}
-        by_mscale = {key: old[key] for key in ("mscale", "mscale_all_dim") if key in old}
-        factor = _by_mscale([*by_mscale.values()], model.rope_scaling_factor) if len(by_mscale) == 2 else None
-        if factor is not None and scaling.get("attention_factor") == factor:
-            scaling = {key: value for key, value in scaling.items() if key != "attention_factor"} | by_mscale
         if "llama_4_scaling_beta" in own:
             scaling["llama_4_scaling_beta"] = model.llama_4_scaling_beta or 0.0
     described |= {"rope_theta": model.rotary_base, "rope_scaling": scaling}

@@ -136,7 +136,7 @@ class _DeepSeek(DeepSeekExperts):
         fields = super().read_config(ConfigReader(config.file, {**config.values, **head}))
         if fields.get("rope_scaling_type", "yarn") != "yarn":
             config.refuse("rope_type", fields["rope_scaling_type"], "default or yarn")
-        return {**fields, **sizes, **_mscales(config, fields), "q_lora_rank": query}
+        return {**fields, **sizes, "q_lora_rank": query}
 
     def computes(self, model: ModelConfig) -> bool:
         is_other = model.use_rope_scaling and model.rope_scaling_type != "yarn"
@@ -165,17 +165,6 @@ def _check_quantization(config: ConfigReader) -> None:
     kind = [how.get(key) for key in ("quant_method", "weight_block_size")] if isinstance(how, dict) else []
     if how and kind != ["fp8", [128, 128]]:
         config.refuse("quantization_config", how, "none, or fp8 with a weight_block_size of [128, 128]")
-
-
-def _mscales(config: ConfigReader, fields: dict[str, Any]) -> dict[str, float | None]:
-    """YaRN's two mscale values unchanged, because the scale of attention scores needs `mscale_all_dim`."""
-    if not fields["use_rope_scaling"]:
-        return {}
-    rope = config.values.get("rope_scaling") or config.values["rope_parameters"]
-    inner = ConfigReader(config.file, rope)
-    factor = None if rope.get("attention_factor") is None else inner.number("attention_factor")
-    numbers = {name: inner.number(name, 0.0) or None for name in ("mscale", "mscale_all_dim")}
-    return {**numbers, "yarn_attention_factor": factor}
 
 
 def _shape(layers: int, hidden: int, ffn: int, heads: int, experts: int, width: int, **own: Any) -> Any:

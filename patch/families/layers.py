@@ -29,25 +29,24 @@ def expert_layers(model: ModelConfig) -> Sequence[int]:
 
 def layers_with_window(model: ModelConfig) -> Sequence[int]:
     """Return the numbers of the layers with the sliding window; errors as for `expert_layers`."""
-    every, text = range(model.num_layers), model.window_attn_skip_freq
     if model.window_size is None:
         return ()
-    if text is None or (step := to_int(text)) is None or step < 1:
-        return every if text is None else _layers(text, model.num_layers, "window_attn_skip_freq")
-    return [number for number in every if (number + 1) % step]
+    return _kept_layers(model, "window_attn_skip_freq", lists_kept=True)
 
 
 def layers_with_rope(model: ModelConfig) -> Sequence[int]:
     """Return the numbers of the layers with RoPE; errors as for `expert_layers`."""
-    every, text = range(model.num_layers), model.no_rope_freq
-    if text is None:
-        return every
+    return _kept_layers(model, "no_rope_freq", lists_kept=False)
+
+
+def _kept_layers(model: ModelConfig, field: str, *, lists_kept: bool) -> Sequence[int]:
+    """Return the layers that the field does not skip; `lists_kept`: its list has 1 for those."""
+    every, text = range(model.num_layers), getattr(model, field)
     step = to_int(text)
-    if step is None or step < 1:
-        without: Sequence[int] = _layers(text, model.num_layers, "no_rope_freq")
-    else:
-        without = every[step - 1 :: step]
-    return [number for number in every if number not in without]
+    if text is None or (step is not None and step >= 1):
+        return [number for number in every if step is None or (number + 1) % step]
+    listed = _layers(text, model.num_layers, field)
+    return listed if lists_kept else [number for number in every if number not in listed]
 
 
 @lru_cache(maxsize=16)

@@ -56,25 +56,25 @@ class HeadRMSNorm(RMSNorm):
         self.weight.sequence_parallel = is_cut  # type: ignore[attr-defined]
 
 
-class QueriesRMSNorm(RMSNorm):
-    """RMSNorm over all query heads of a token, with a weight per channel (OLMo 2).
+class AllHeadsRMSNorm(RMSNorm):
+    """RMSNorm over all `num_heads` query or key heads of a token, with a weight per channel (OLMo 2).
 
     TP cuts the heads and the weight, so the squares are summed over `group`, the TP group.
     """
 
-    group: torch.distributed.ProcessGroup
-    """Set by the attention that has the norm."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        width, tp_size = self._num_heads(config) * hidden_size, config.tensor_model_parallel_size
-        super().__init__(config, width // tp_size, eps)
-        self._width = width
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        num_heads: int,
+        group: torch.distributed.ProcessGroup,
+    ) -> None:
+        super().__init__(config, num_heads * hidden_size // group.size(), eps)
+        self._width, self.group = num_heads * hidden_size, group
         self.weight.sequence_parallel = False  # type: ignore[attr-defined]
-        set_tensor_model_parallel_attributes(self.weight, tp_size > 1, 0, 1)
-
-    @staticmethod
-    def _num_heads(config: TransformerConfig) -> int:
-        return config.num_attention_heads
+        set_tensor_model_parallel_attributes(self.weight, group.size() > 1, 0, 1)
 
     def forward(self, heads_sbnd: torch.Tensor) -> torch.Tensor:
         """Normalize [S, B, heads of this rank, D] over all heads; same shape and dtype."""
@@ -94,14 +94,6 @@ class QueriesRMSNorm(RMSNorm):
             self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
             tp_group=self.group, dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
-
-
-class KeysRMSNorm(QueriesRMSNorm):
-    """The same over all key heads."""
-
-    @staticmethod
-    def _num_heads(config: TransformerConfig) -> int:
-        return config.num_query_groups or config.num_attention_heads
 
 
 class LayerNorm(RMSNorm):

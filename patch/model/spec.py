@@ -61,14 +61,7 @@ from patch.model.hf_numerics.layers import (
 from patch.model.linear import Column, Row
 from patch.model.mlp import Activation, activation_called, activation_of, mlp_spec
 from patch.model.nf4_product import Nf4Product
-from patch.model.norm import (
-    HeadRMSNorm,
-    KeysRMSNorm,
-    LayerNorm,
-    QueriesRMSNorm,
-    ResidualAdd,
-    RMSNorm,
-)
+from patch.model.norm import AllHeadsRMSNorm, HeadRMSNorm, LayerNorm, ResidualAdd, RMSNorm
 
 NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]]] = {
     ("RMSNorm", False): (RMSNorm, HeadRMSNorm),
@@ -165,7 +158,10 @@ class LayerSpecBuilder:
     def _self_attention(self, number: int) -> ModuleSpec:
         query_norm = key_norm = self._norms[1] if self.traits.qk_layernorm else IdentityOp
         if self.traits.qk_layernorm and self.traits.qk_norm_of == "all heads":
-            query_norm, key_norm = QueriesRMSNorm, KeysRMSNorm
+            query_norm, key_norm = (
+                ModuleSpec(module=AllHeadsRMSNorm, params={"num_heads": number, "group": self.groups.tp})
+                for number in (self.model.num_attention_heads, self.model.num_query_groups)
+            )
         qkv = SeparateQKV(self.upstream) if "qkv" in self.aligned else HFLinear()
         of_rope: dict[str, Any] = {}
         if self.traits.has_rope:
@@ -177,9 +173,7 @@ class LayerSpecBuilder:
                 linear_qkv=self._linear(Column, number, qkv),
                 core_attention=self._core_attention(number),
                 # Attention saves its output, which is the input of the projection.
-                linear_proj=self._linear(
-                    Row, number, is_input_kept=True, has_bias=self.model.add_proj_bias
-                ),
+                linear_proj=self._linear(Row, number, is_input_kept=True, has_bias=self.model.add_proj_bias),
                 q_layernorm=query_norm,
                 k_layernorm=key_norm,
             ),

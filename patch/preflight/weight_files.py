@@ -61,22 +61,17 @@ class TensorHeader(NamedTuple):
     """Scales of a weight in 8 bits, which is read as BF16; None for other tensors."""
 
 
-_NO_HEADER = TensorHeader(Path(), "", (), "")
-
-
-def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight in 8 bits; the last block may be smaller."""
-    return tuple(-(-size // FP8_BLOCK) for size in shape)
-
-
 class WeightHeaders:
     """Tensors of a Hugging Face folder by name, as the headers of its safetensors files describe them.
 
+    Args:
+        adapter: whether it is a PEFT folder.
+        files: the files to read, or None for those that hold the weights.
     Raises:
         ConversionError: the folder holds neither safetensors nor .bin files, or a file is missing or broken.
     """
 
-    def __init__(self, folder: Path, *, adapter: bool = False) -> None:
+    def __init__(self, folder: Path, *, adapter: bool = False, files: list[Path] | None = None) -> None:
         self.folder = folder
         self._cure, self._field = _ADAPTER_CURE if adapter else _MODEL_CURE
         self.tensors: list[HFTensor] = []
@@ -84,7 +79,9 @@ class WeightHeaders:
         self.further: list[HFTensor] = []
         """Tensors of layers after the model's last, which predict further tokens (MTP); set by `check`."""
         self._headers: dict[str, TensorHeader] = {}
-        for path in [_adapter_file(folder)] if adapter else _weight_files(folder):
+        if files is None:
+            files = [_adapter_file(folder)] if adapter else _weight_files(folder)
+        for path in files:
             found = self._read(path)
             if twice := found.keys() & self._headers.keys():
                 name = min(twice)
@@ -103,6 +100,11 @@ class WeightHeaders:
             name: TensorHeader(path, name, tuple(lazy.get_shape()), lazy.get_dtype())
             for name, lazy in slices.items()
         }
+
+    @property
+    def stored(self) -> list[HFTensor]:
+        """All tensors of the files."""
+        return [HFTensor(name, header.shape) for name, header in self._headers.items()]
 
     def file_of(self, name: str) -> Path:
         """Return the file that contains a tensor."""
@@ -127,15 +129,12 @@ class WeightHeaders:
                 used |= self._take(tensor, stacked)
             self._check_tensor(tensor)
         layers = tuple(f"model.layers.{number}." for number in further)
-        self.further = [
-            HFTensor(name, header.shape)
-            for name, header in sorted(self._headers.items())
-            if name.startswith(layers) and not name.endswith(_SCALE)
-        ]
+        others = (each for each in sorted(self.stored) if each.name.startswith(layers))
+        self.further = [tensor for tensor in others if not tensor.name.endswith(_SCALE)]
         for tensor in self.further:
             self._check_tensor(tensor)
         known = {tensor.name for tensor in [*expected, *self.further]} | unused | used
-        known |= {name + _SCALE for name in known if self._headers.get(name, _NO_HEADER).scales}
+        known |= {name + _SCALE for name, header in self._headers.items() if header.scales is not None}
         extra = [name for name in self._headers if name not in known and not name.endswith(_DERIVED)]
         if extra:
             header = self._headers[extra[0]]
@@ -170,7 +169,8 @@ class WeightHeaders:
             )
         header = self._headers[tensor.name]
         scales = self._headers.get(tensor.name + _SCALE)
-        if header.dtype == _FP8 and scales and scales.shape == scales_shape(header.shape):
+        blocks = tuple(-(-size // FP8_BLOCK) for size in header.shape)  # the last may be smaller
+        if header.dtype == _FP8 and scales is not None and scales.shape == blocks:
             header = self._headers[tensor.name] = header._replace(dtype="BF16", scales=scales)
         if header.shape != tensor.shape:
             raise ConversionError(

@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from patch.device import send
 from patch.distributed.context_group import WHOLE, Zigzag
-from patch.model.attention.rotary import RotaryTable, RotaryTables
+from patch.model.attention.rotary import RotaryTable
 
 
 @dataclass(kw_only=True)
@@ -83,7 +83,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def give_own_positions(
-    decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], *, table: RotaryTable | RotaryTables
+    decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], *, table: RotaryTable
 ) -> Any:
     """Forward pre-hook of TransformerBlock: replace RoPE's table by one with positions within each sequence.
 

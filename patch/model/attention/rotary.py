@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -41,9 +40,14 @@ class RotaryTable(torch.nn.Module):
         self._factor = factor
         self.register_buffer("frequencies", frequencies, persistent=False)
         self._zigzag, self._is_polar = zigzag, is_polar
+        self.second: RotaryTable | None = None
+        """Another table, which is stacked behind this one; `Turns` says which of them a layer uses."""
 
     def forward(self, length: int) -> torch.Tensor:
-        """Return the table of rows of one sequence of `length` tokens: [2, S / CP, 1, 1, D / 2] float32."""
+        """Return the table of rows of one sequence of `length` tokens: [2, S / CP, 1, 1, D / 2] float32.
+
+        With a second table it is [2, 2, S / CP, 1, 1, D / 2].
+        """
         positions = torch.arange(length, device=self.frequencies.device)
         return self.at(self._zigzag.cut(positions, 0)[:, None])
 
@@ -55,37 +59,23 @@ class RotaryTable(torch.nn.Module):
             numbers = torch.polar(torch.ones_like(angles), angles)
             parts = numbers.real, numbers.imag
         table = torch.stack(parts) * self._factor
-        if self.growth is None:
-            return table
-        beta, length = self.growth
-        return table * (1 + beta * torch.log(1 + torch.floor(positions / length)))[..., None, None]
+        if self.growth is not None:
+            beta, length = self.growth
+            table = table * (1 + beta * torch.log(1 + torch.floor(positions / length)))[..., None, None]
+        return table if self.second is None else torch.stack((table, self.second.at(positions)))
 
 
-class RotaryTables(torch.nn.ModuleList):
-    """Two tables of the same tokens, stacked on a first axis; `Turns` says which a layer uses."""
-
-    def forward(self, length: int) -> torch.Tensor:
-        """See RotaryTable; [2, 2, S / CP, 1, 1, D / 2]."""
-        return torch.stack([table(length) for table in self])
-
-    def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """See RotaryTable; [2, 2, s, B, 1, D / 2]."""
-        tables: list[Any] = [*self]
-        return torch.stack([table.at(positions) for table in tables])
-
-
-def rotary_table(model: ModelConfig, zigzag: Zigzag, *, is_polar: bool) -> RotaryTable | RotaryTables:
-    """Return RoPE's table of a model, or two: beside it that of layers with the window, or of queries."""
+def rotary_table(model: ModelConfig, zigzag: Zigzag, *, is_polar: bool) -> RotaryTable:
+    """Return RoPE's table of a model; its second table is that of layers with the window, or of queries."""
     frequencies, factor = inverse_frequencies(model), attention_factor(model)
-    first = RotaryTable(frequencies, factor, zigzag, is_polar=is_polar)
+    table = RotaryTable(frequencies, factor, zigzag, is_polar=is_polar)
     if model.rotary_base_local is not None:
         local = replace(model, use_rope_scaling=False, rotary_base=model.rotary_base_local)
-        return RotaryTables((first, RotaryTable(inverse_frequencies(local), 1.0, zigzag)))
-    if model.llama_4_scaling_beta is not None:
-        of_queries = RotaryTable(frequencies, factor, zigzag)
-        of_queries.growth = model.llama_4_scaling_beta, model.rope_original_max_position
-        return RotaryTables((first, of_queries))
-    return first
+        table.second = RotaryTable(inverse_frequencies(local), 1.0, zigzag)
+    elif model.llama_4_scaling_beta is not None:
+        table.second = RotaryTable(frequencies, factor, zigzag)
+        table.second.growth = model.llama_4_scaling_beta, model.rope_original_max_position
+    return table
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:

@@ -15,7 +15,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch.autograd.function import once_differentiable
 
 from patch.model.kernels import LayerKernels, layer_kernels
-from patch.model.norm import QueriesRMSNorm
 
 
 class Turns(NamedTuple):
@@ -61,9 +60,6 @@ class RotaryAttention(TableAttention, SelfAttention):
         self._turns = Turns(0, 0, head) if turns is None else turns
         self._has_head_norms = not isinstance(self.q_layernorm, IdentityOp | None)
         self._is_one_step = not self._has_head_norms and self._turns == (0, 0, head, False)
-        for norm in (self.q_layernorm, self.k_layernorm):
-            if isinstance(norm, QueriesRMSNorm):
-                norm.group = self.pg_collection.tp
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *arguments: Any, **named: Any

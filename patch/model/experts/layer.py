@@ -50,13 +50,13 @@ EXTRA_STATS = ("dropped", "aux_loss", "z_loss")
 class GroupLimitedTopK:
     """DeepSeek's choice of expert groups, as a router replay of megatron-core.
 
-    A token uses experts of the groups whose `best` largest scores have the largest sum: one in DeepSeek-V2
-    (arXiv:2405.04434, 2.2.3), two in DeepSeek-V3. megatron-core sums top-k / groups scores, which is two in
-    DeepSeek-V3's own sizes alone (moe_utils.py:515-560).
+    A token uses experts of the groups whose largest scores have the largest sum: one score of each group in
+    DeepSeek-V2 (arXiv:2405.04434, 2.2.3), two in DeepSeek-V3, whose scores are sigmoids. megatron-core sums
+    top-k / groups scores, which is two in DeepSeek-V3's own sizes alone (moe_utils.py:515-560).
     """
 
-    def __init__(self, *, best: int = 1, is_sorted: bool = True) -> None:
-        self._best, self._is_sorted = best, is_sorted
+    def __init__(self, score_function: str, *, is_sorted: bool = True) -> None:
+        self._best, self._is_sorted = 2 if score_function == "sigmoid" else 1, is_sorted
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int, *unused: Any
@@ -99,7 +99,7 @@ class Router(TopKRouter):
         super().__init__(config, pg_collection)
         self._share = share
         if config.moe_router_group_topk:
-            self.router_replay = GroupLimitedTopK(best=best_of_group(config.moe_router_score_function))
+            self.router_replay = GroupLimitedTopK(config.moe_router_score_function)
         counts = torch.zeros(config.num_moe_experts + len(EXTRA_STATS), dtype=torch.float64)
         self.register_buffer("counts", counts, persistent=False)
         """In a step: the tokens that this rank sent to each expert. Then EXTRA_STATS: dropped choices, and
@@ -135,7 +135,7 @@ class Router(TopKRouter):
         groups, chosen = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         if not groups or not chosen or self.score_function == "sigmoid":
             return without_groups
-        indices = GroupLimitedTopK().get_replay_topk(scores, self.topk, groups, chosen)[1]
+        indices = GroupLimitedTopK(self.score_function).get_replay_topk(scores, self.topk, groups, chosen)[1]
         return torch.zeros_like(without_groups).scatter_(1, indices, True)
 
     def attach_and_log_load_balancing_loss(
@@ -167,11 +167,6 @@ class Router(TopKRouter):
 def routers_of(stages: Sequence[torch.nn.Module]) -> Iterator[Router]:
     """Return the routers of a rank's stages, layer by layer."""
     return (module for stage in stages for module in stage.modules() if isinstance(module, Router))
-
-
-def best_of_group(score_function: str) -> int:
-    """Return how many scores of a group decide about it: those of DeepSeek-V3 are sigmoids."""
-    return 2 if score_function == "sigmoid" else 1
 
 
 @torch.no_grad()

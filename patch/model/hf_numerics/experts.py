@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 
-from patch.model.experts.layer import GroupLimitedTopK, Router, best_of_group
+from patch.model.experts.layer import GroupLimitedTopK, Router
 from patch.model.mlp import Activation, LayerPart
 
 
@@ -33,8 +33,7 @@ class AlignedRouter(Router):
         super().__init__(*arguments, **named)
         self._is_normed, self._own = is_normed, own
         if "unsorted" in own:
-            best = best_of_group(self.score_function)
-            self.router_replay = GroupLimitedTopK(best=best, is_sorted=False)
+            self.router_replay = GroupLimitedTopK(self.score_function, is_sorted=False)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [S, B, experts] of tokens [B, S, H]."""
