@@ -83,10 +83,7 @@ class RendezvousHandler(dynamic.DynamicRendezvousHandler):
                 said = "%d of %d machines train; this spare waits until a training machine is lost"
                 _logger.info(said, size, info.world_size)
                 self.is_spare = True
-                while not self.num_nodes_waiting():
-                    if self.is_closed():
-                        raise elastic.RendezvousClosedError
-                    time.sleep(1.0)
+                self._wait_as_spare()
                 info = super().next_rendezvous()
         except (elastic.RendezvousClosedError, elastic.RendezvousConnectionError) as error:
             if self.is_spare:  # a round can also end before a spare has joined it
@@ -95,6 +92,13 @@ class RendezvousHandler(dynamic.DynamicRendezvousHandler):
         self.is_spare = False
         os.environ[ROUND] = str(self._state_holder.state.round + 1)  # the workers inherit it
         return elastic.RendezvousInfo(info.store, info.rank, size, info.bootstrap_store_info)  # type: ignore[arg-type]
+
+    def _wait_as_spare(self) -> None:
+        """Wait for the next round; raise RendezvousClosedError if the job has ended."""
+        while not self.num_nodes_waiting():
+            if self.is_closed():
+                raise elastic.RendezvousClosedError
+            time.sleep(1.0)
 
     def leave(self, *, closes: bool) -> None:
         """Leave the job; if `closes` is set and this machine is no spare, close the job for all machines."""

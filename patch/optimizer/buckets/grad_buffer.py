@@ -103,8 +103,9 @@ class GradBuffer:
         # The bucket of parameters without a unit, mostly norms, stays open for a whole backward.
         staged = [each for each in bucket_ranges if buffer_groups[each.buffer_group].is_staged]
         largest = max((each.numel for each in staged), default=0)
-        others = max((each.numel for each in staged if not each.unit), default=largest)
-        numels = [*[largest] * (NUM_STAGING - 1), others][: len(staged)]
+        others = [each for each in bucket_ranges if not each.unit]
+        last = max((each.numel for each in others if each in staged), default=0) if others else largest
+        numels = [*[largest] * (NUM_STAGING - 1), *([last] if last else [])][: len(staged)]
         self.staging = Staging(like, numels) if buffer_groups[0].stage.shards_gradients else None
         self._is_fused, self._dummy_wgrads = is_fused(config, like.device), DummyWgrads()
 

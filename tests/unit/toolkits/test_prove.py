@@ -68,7 +68,7 @@ def test_command_proves_also_a_resume(capsys: pytest.CaptureFixture) -> None:
 def test_proof_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "toolkits.prove", "--", *RUN.split(), "--nproc-per-node=2"]
     with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
-        while process.poll() is None and not any(tmp_path.glob("prove-*/patch-run-*")):
+        while process.poll() is None and not any(tmp_path.glob("prove-*/patch-launch-*")):
             time.sleep(0.05)
         process.terminate()
     assert process.returncode == 143 and not any(tmp_path.iterdir())
