@@ -1,5 +1,5 @@
 #!/bin/sh
-# Continue the pre-training of BLOOM 7B1. 1 machine of 8 H100: planned, 51.5 GiB of a GPU.
+# Continue the pre-training of BLOOM 7B1. 1 machine of 8 H100: planned, 48.8 GiB of a GPU.
 #
 #   MODEL=/models/bloom-7b1 DATA=/data/corpus RUN=runs/bloom sh examples/bloom/pretrain_7b1.sh [flags]
 #

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Fine-tune Mistral 7B on chats. 1 machine of 8 H100: planned, 48.9 GiB of a GPU.
+# Fine-tune Mistral 7B on chats. 1 machine of 8 H100: planned, 48.7 GiB of a GPU.
 #
 #   MODEL=/models/Mistral-7B-Instruct-v0.3 DATA=chats.json RUN=runs/mistral sh examples/mistral/sft_7b.sh [flags]
 #
