@@ -15,15 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_families import FAMILIES, family_model, spell_as_4
+from hf_families import FAMILIES, MIXTURES, family_model, spell_as_4
 
 from patch.convert import hf_to_mcore, mcore_to_hf
 
 _RELEASE = os.environ.get("TRANSFORMERS_4", "")
 pytestmark = pytest.mark.skipif(not _RELEASE, reason="TRANSFORMERS_4 names no folder with transformers 4")
 
-_NAMES = [name for name in FAMILIES if name != "ministral-3"]
-"""Families whose class transformers 4.57 has."""
+_NAMES = [
+    name
+    for name in {**FAMILIES, **MIXTURES}
+    if name not in ("ministral-3", "deepseek-v2", "deepseek-v2-lite")
+]
+"""Families whose class transformers 4.57 has; its DeepSeek-V2 does not scale scores by YaRN's mscale."""
 _SOURCES = [f"{name}-{spelling}" for name in _NAMES for spelling in (4, 5)]
 _TOKENS = [[1, 5, 9, 200, 7] * 8]
 _LOAD = """
@@ -68,4 +72,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
 def test_exported_folder_loads_whole_and_computes_the_same(loaded: tuple, name: str) -> None:
     root, reports, expected = loaded
     assert reports[name] == {}
-    assert torch.equal(torch.load(root / f"{name}.pt", weights_only=True), expected[name[: -len("-4")]])
+    family = name[: -len("-4")]
+    bound = 0 if family in FAMILIES else 1e-5  # transformers 4 adds the outputs of experts in another order
+    found = torch.load(root / f"{name}.pt", weights_only=True)
+    torch.testing.assert_close(found, expected[family], rtol=0, atol=bound)
