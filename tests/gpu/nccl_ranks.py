@@ -151,7 +151,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "wide, pipeline of 4": _OF_8 | {"pp": 4},
     "wide, all-to-all of 4": _OF_8 | ALL_TO_ALL | {"cp": 4},
 }
-"""As OTHERS, for 8 ranks: in groups of more than two, a rank sends to one and receives from another."""
+"""Parts for 8 ranks. In a group of more than two, a rank sends to one rank and receives from another."""
 if NUM_RANKS >= 8:
     OTHERS |= WIDE
 RESUMED: dict[str, dict[str, Any]] = {

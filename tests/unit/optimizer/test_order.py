@@ -235,10 +235,10 @@ class Written(OddModel):
 
 
 def executed_while_the_host_goes_on(zero_stage: ZeroStage) -> list[tuple[int, int, int, int]]:
-    """Of some steps: how much compute has executed when all backwards and the norm are queued, and when it is
-    known; how much is queued then, and how much of the norm was queued in backward.
+    """Return four counts of operations for each step, on a device that executes only when the host waits.
 
-    Nothing executes before the host waits for it.
+    Executed when all backwards and the norm are queued; executed when the norm is known; queued at that
+    moment; and operations of the norm that were queued in backward.
     """
     fake, found = FakeDevice(LATE), []
     with fake.executing():
