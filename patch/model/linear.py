@@ -1,7 +1,6 @@
 """megatron-core's linear layers, sharded over tensor parallelism (TP) by columns or rows, built from parts.
 
-    product     how matrices are multiplied: `Product` (plain), Fp8Product (fp8/product.py), Nf4Product
-                (nf4_product.py), HFLinear and its subclasses (hf_numerics/layers.py)
+    product     how matrices are multiplied: `Product` (plain) or a subclass, which products.py chooses
     messages    TP collectives around the product (`TPCollectives`), or chunked with it (overlapped_linear.py)
     gradient    where a weight's gradient is accumulated (weight_gradient.py)
 
@@ -50,7 +49,7 @@ class TPCollectives(NamedTuple):
         """Start an all-gather along the first dimension; the result is complete after the wait."""
         whole = part.new_empty(part.shape[0] * self.group.size(), *part.shape[1:])
         own = whole.chunk(self.group.size())[self.group.rank()].copy_(part)
-        # As bytes, because not every communication library supports fp8.
+        # As bytes, because not every communication library supports every dtype.
         return whole, start_all_gather(whole.view(torch.uint8), own.view(torch.uint8), self.group)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
