@@ -7,7 +7,7 @@ embeddings do not need CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -49,7 +49,7 @@ from patch.model.configuration import transformer_config
 from patch.model.embedding_noise import EmbeddingNoise
 from patch.model.frozen import freeze_weights
 from patch.model.hf_numerics.layers import AlignedOutput, sources_of
-from patch.model.linear import give_product
+from patch.model.linear import Column
 from patch.model.loss import (
     LikeliestTokens,
     LossMask,
@@ -87,6 +87,9 @@ class LlamaModel(LanguageModule):
         self.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         self.share_embeddings_and_output_weights = not model.untie_embeddings_and_output_weights
         self.vocab_size = padded_vocab_size
+        rows = padded_vocab_size // groups.tp.size()
+        self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
+        """Rows of the real vocabulary on this TP rank; later rows are padding."""
         self._add_layers(builder)
         self._is_fused = builder.backends.is_fused
         self._has_rope = traits.has_rope
@@ -113,13 +116,8 @@ class LlamaModel(LanguageModule):
             self.embedding.register_forward_hook(self.embedding_noise, prepend=is_first)
         self._is_output_normalized = model.normalize_output_weight
         self._of_logits, self._cap = 1.0 / model.logits_scaling, model.final_logit_softcapping
-        rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
-        self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
-        """Rows of the real vocabulary on this TP rank; later rows are padding."""
         self._has_aligned_loss = bool(builder.aligned) and groups.tp.size() == 1
-        if builder.aligned and self.post_process:
-            give_product(self.output_layer, AlignedOutput(self.num_vocab_rows))
 
     def _add_layers(self, builder: LayerSpecBuilder) -> None:
         if self.pre_process:
@@ -142,7 +140,9 @@ class LlamaModel(LanguageModule):
             # megatron-core turns autograd on for residual sums: in evaluations norms would save tensors.
             layer.bias_dropout_add_exec_handler = nullcontext
         if self.post_process:
-            self.output_layer = ColumnParallelLinear(
+            aligned = partial(Column, product=AlignedOutput(self.num_vocab_rows))
+            kind: Callable[..., ColumnParallelLinear] = aligned if builder.aligned else ColumnParallelLinear
+            self.output_layer = kind(
                 self.config.hidden_size,
                 self.vocab_size,
                 config=self.config,
