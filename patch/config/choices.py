@@ -53,7 +53,7 @@ PRECISIONS: dict[Precision, PrecisionFacts] = {
 
 
 class Casts(NamedTuple):
-    """The layers of a run that cast the weights of their matmuls to fewer bytes; by default none."""
+    """The layers of a run that cast the weights of their matmuls to fewer bytes (fp8); by default none."""
 
     layers: range = range(0)
     """Their indices, from 0."""
