@@ -35,7 +35,7 @@ from patch.distributed.async_collectives import WaitClock
 from patch.errors import TrainingError
 from patch.memory import SimulatedDevice
 from patch.optimizer.buckets.buffer_group import check_on_host, flat_layout, frozen_layout
-from patch.optimizer.buckets.cast_params import check_gathers
+from patch.optimizer.buckets.fp8_params import check_gathers
 from patch.optimizer.buckets.grad_buffer import GradBuffer
 from patch.optimizer.buckets.param_buffer import ParamBuffer
 from patch.optimizer.grad_norm import GradNorm
@@ -276,7 +276,7 @@ class OverlappedDistributedOptimizer:
     def full_weights(self, *, frozen: bool = True) -> Iterator[None]:
         """Return a context in which every parameter is whole, in its own dtype; a collective of the job.
 
-        Outside of it, weights may be casts, or freed while no module needs them. Open it before
+        Outside of it, weights may be gathered in fp8, or freed while no module needs them. Open it before
         reading or writing the model's weights. Training continues from the written values, which must be
         equal on all ranks with the parameter. `frozen` includes frozen parameters. Nesting has no effect.
         """

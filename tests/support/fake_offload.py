@@ -25,7 +25,7 @@ from patch.distributed import async_collectives
 from patch.distributed.async_collectives import CommHandle
 from patch.memory import CudaDevice, staged_copy
 from patch.optimizer import grad_norm
-from patch.optimizer.buckets import buffer_group, cast_params, flat_params, micro_batch, param_buffer
+from patch.optimizer.buckets import buffer_group, flat_params, fp8_params, micro_batch, param_buffer
 from patch.optimizer.kernels import AdamKernel, UpdateItem, sums_by_norms
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
@@ -65,7 +65,7 @@ def collectives_of(fake: FakeDevice) -> Iterator[None]:
         mock.patch.object(
             buffer_group, "same_ranks", lambda group: dist.ProcessGroup(group.rank(), group.size())
         ),
-        mock.patch.object(cast_params, "start_all_reduce", fake.start_all_reduce),
+        mock.patch.object(fp8_params, "start_all_reduce", fake.start_all_reduce),
     ):
         yield
 

@@ -52,7 +52,7 @@ class BufferGroup(NamedTuple):
     reduce_dtype: torch.dtype | None
     """The dtype of reduce-scatters in a shard group, or None for the dtype of collected gradients."""
     gather_dtype: torch.dtype | None = None
-    """The dtype of casts that are gathered (cast_params.py), or None for the dtype of the parameters."""
+    """The fp8 dtype of all-gathers (fp8_params.py), or None for the dtype of the parameters."""
     all_gather_group: dist.ProcessGroup | None = None
     """A second group of the ranks of `shard_group`, for all-gathers between reductions. Ranks with different
     unused parameters reduce at different times, and one group needs the same order on all ranks."""

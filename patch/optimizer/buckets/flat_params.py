@@ -1,7 +1,7 @@
 """The flat buffer of one buffer group's parameters, here in their own dtype.
 
-Subclasses keep parameters in another form (cast_params.py, sharded_params.py). They define what ranks
-exchange before a bucket is gathered, the data of an all-gather, and how parameters become whole.
+Subclasses keep parameters in another form (fp8_params.py, sharded_params.py). They define what ranks exchange
+before a bucket is gathered, the data of an all-gather, and how whole parameters are made and dropped.
 """
 
 from __future__ import annotations

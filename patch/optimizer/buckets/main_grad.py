@@ -32,7 +32,7 @@ class DummyWgrads:
 
     def like(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return zeros with the shape of a parameter and the dtype of its gradient."""
-        dtype = parameter.grad_dtype or parameter.dtype  # not that of a cast, if casts are gathered
+        dtype = parameter.grad_dtype or parameter.dtype  # not fp8, if the weight is gathered in fp8
         zeros = self._zeros.get(dtype)
         if zeros is None or zeros.numel() < parameter.numel():
             zeros = self._zeros[dtype] = parameter.new_zeros(parameter.numel(), dtype=dtype)
@@ -76,7 +76,7 @@ class MainGrad:
     def _open_for_upstream(self) -> torch.Tensor:
         place, is_first = self.open()
         if is_first:
-            # With casts, TE's layer with a norm reads the mark from the cast of the weight
+            # With fp8 GEMMs, TE's layer with a norm reads the mark from the fp8 copy of the weight
             # (layernorm_linear.py:871), which has no mark. The layer then adds.
             place.zero_()
         self._parameter.overwrite_main_grad = is_first  # type: ignore[attr-defined]

@@ -16,8 +16,8 @@ from patch.distributed.collectives import all_or_none
 from patch.layout.buckets import NUM_GATHERED_UNITS
 from patch.memory import SimulatedDevice
 from patch.optimizer.buckets.buffer_group import BufferGroup, FlatLayout
-from patch.optimizer.buckets.cast_params import CastFlatParams, CastZero3FlatParams
 from patch.optimizer.buckets.flat_params import FlatParams
+from patch.optimizer.buckets.fp8_params import Fp8FlatParams, Fp8Zero3FlatParams
 from patch.optimizer.states.sharded_state import StateRange
 from patch.optimizer.zero3.sharded_params import UnitVisits, Zero3FlatParams
 
@@ -151,7 +151,7 @@ class ParamBuffer:
 
 def _kind_of(buffer_group: BufferGroup) -> type[FlatParams]:
     if buffer_group.gather_dtype is not None:
-        return CastZero3FlatParams if buffer_group.stage.shards_parameters else CastFlatParams
+        return Fp8Zero3FlatParams if buffer_group.stage.shards_parameters else Fp8FlatParams
     is_apart = buffer_group.num_shards > 1 or buffer_group.is_on_host
     is_sharded = buffer_group.stage.shards_parameters and is_apart
     return Zero3FlatParams if is_sharded else FlatParams

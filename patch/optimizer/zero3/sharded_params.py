@@ -115,7 +115,7 @@ class Zero3FlatParams(DetachedFlatParams):
     def start_unit(self, unit: int, *, is_visited: bool = False) -> list[CommHandle]:
         """Start to gather a unit's parameters; return the gathers, to be waited for before reads.
 
-        `is_visited` gathers in the dtype of the parameters, even if casts are gathered otherwise.
+        `is_visited` gathers in the dtype of the parameters, even if gathers are otherwise in fp8.
         """
         gathers: list[CommHandle] = []
         group, device = self._buffer_group.all_gather_group, self._like.device

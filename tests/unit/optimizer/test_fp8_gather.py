@@ -19,7 +19,7 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.errors import PatchError
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.buckets.cast_params import CastParams
+from patch.optimizer.buckets.fp8_params import Fp8GatheredParams
 
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2, 3)
 RATES = (0.1, 0.4, 1.5, 6.0)
@@ -59,8 +59,8 @@ class _Layers(torch.nn.Module):
         return (_Product.apply(hidden, self.last.weight) + self.last.bias).square().mean()
 
 
-def _in_8_bits(optimizer: OverlappedDistributedOptimizer) -> list[CastParams]:
-    return [flat for flat in optimizer.param_buffer.flats if isinstance(flat, CastParams)]
+def _in_8_bits(optimizer: OverlappedDistributedOptimizer) -> list[Fp8GatheredParams]:
+    return [flat for flat in optimizer.param_buffer.flats if isinstance(flat, Fp8GatheredParams)]
 
 
 def trained(order: Order, level: ZeroStage) -> tuple[list[float], list[np.ndarray]]:

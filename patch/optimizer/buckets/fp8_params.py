@@ -42,7 +42,7 @@ class _AmaxReduction:
         self.is_known = False
 
 
-class CastParams(DetachedFlatParams):
+class Fp8GatheredParams(DetachedFlatParams):
     """The weights of a buffer group with a `gather_dtype` and several shards, all-gathered in fp8."""
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
@@ -96,7 +96,7 @@ class CastParams(DetachedFlatParams):
         ]
 
 
-class CastFlatParams(CastParams):
+class Fp8FlatParams(Fp8GatheredParams):
     """Parameters that are gathered in fp8 after an update."""
 
     needs_preparation, form = True, "in fp8 (--fp8-param-gather)"
@@ -150,7 +150,7 @@ class CastFlatParams(CastParams):
         self._point(values)
 
 
-class CastZero3FlatParams(Zero3FlatParams, CastParams):
+class Fp8Zero3FlatParams(Zero3FlatParams, Fp8GatheredParams):
     """Parameters that are gathered in fp8 by units; a visited unit takes two bytes per weight."""
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
