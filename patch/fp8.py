@@ -6,7 +6,6 @@ fp8 weights by `scale_inv_of` and `cast`, so they get the same bits.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -40,35 +39,6 @@ class Fp8Operands(NamedTuple):
 def padded(length: int) -> int:
     """Return `length` rounded up to a multiple of MULTIPLE; at least MULTIPLE, because libraries refuse 0."""
     return max(1, -(-length // MULTIPLE)) * MULTIPLE
-
-
-def largest_of(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value, float32 []; NaN is larger than any value."""
-    if not matrix.numel():  # torch raises for an empty tensor
-        return torch.zeros((), device=matrix.device)
-    return torch.linalg.vector_norm(matrix, math.inf).float()
-
-
-def note_amax(written: torch.Tensor, amax: torch.Tensor) -> None:
-    """Attach the amax to the memory of a contiguous tensor, for a later cast to fp8.
-
-    The note belongs to the storage, because autograd passes the storage on under other tensor objects. A copy
-    has no note. A torch operation that changes a value voids the note, except operations on `.data` or on a
-    storage, which torch does not count. Tensors of `torch.inference_mode` get no note for the same reason.
-    """
-    if not written.is_inference():
-        written.untyped_storage().amax = _numbers_of(written), amax  # type: ignore[attr-defined]
-
-
-def noted_amax(matrix: torch.Tensor) -> torch.Tensor | None:
-    """Return the noted amax of a tensor's values in any shape, or None if it has none or values changed."""
-    numbers, amax = getattr(matrix.untyped_storage(), "amax", (None, None))
-    return amax if amax is not None and numbers == _numbers_of(matrix) else None
-
-
-def _numbers_of(matrix: torch.Tensor) -> tuple[object, ...]:
-    where = matrix.storage_offset(), matrix.numel(), matrix.is_contiguous(), matrix.dtype
-    return *where, matrix._version
 
 
 def scale_inv_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

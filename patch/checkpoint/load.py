@@ -206,7 +206,7 @@ def read_common(root: AnyPath, iteration: int) -> dict[str, Any]:
 
 
 def _without_absent_extra_state(sharded_state: dict[str, Any], index: Metadata) -> dict[str, Any]:
-    """Copy the state without the `_extra_state` objects (fp8 scales) that the checkpoint lacks."""
+    """Copy the state without the `_extra_state` objects (TE's scales) that the checkpoint lacks."""
     kept, _ = extract_matching_values(
         sharded_state,
         lambda value: not isinstance(value, ShardedObject) or value.unique_key in index.state_dict_metadata,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from patch.checks.layout import SPLIT_ACCOUNTING_FLAGS
-from patch.config.choices import ZeroStage
+from patch.checks.precision import idle_flags
+from patch.config.choices import PRECISIONS, ZeroStage
 from patch.config.experts import ExpertsConfig
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.optimizer_schema import OptimizerConfig
@@ -61,7 +62,6 @@ def _idle(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bool, tupl
 def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
     parallel, training, optimizer = config.parallel, config.training, config.optimizer
     policy = optimizer.optimizer_offload_policy
-    sharded_by_none = config.sharding != "auto" and not config.gathers_fp8_weights
     with_policy = f" with {where('optimizer_offload_policy')} {scalar_of(config, 'optimizer_offload_policy')}"
     has_one_stage = config.virtual_pipeline_size == 1
     of_adam = ("adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay")
@@ -86,7 +86,6 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     yield parallel.context_parallel_size == 1, ("cp_comm_type",), " at CP=1"
     of_replicas = ("grad_reduce_in_bf16", "ddp_pad_buckets_for_high_nccl_busbw")
     yield config.num_weight_copies == 1, of_replicas, " with one replica"
-    yield sharded_by_none, ("fp8_param_gather",), ": no replicas share optimizer states"
     yield policy != "static", ("optimizer_offload_fraction",), with_policy
     yield policy != "auto", ("optimizer_offload_auto_threshold",), with_policy
     yield policy is None, _OF_OFFLOAD, with_policy
@@ -123,11 +122,7 @@ def _idle_kernels(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bo
     yield fuses and is_aligned, fusion, aligned
     on_engine = f" on Transformer Engine's layers with {where('cpu_offloading')}"
     yield fuses and training.cpu_offloading and not is_own, fusion, on_engine
-    of_ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    without_ends = f" without {where('first_last_layers_bf16')}"
-    yield not training.first_last_layers_bf16, of_ends, without_ends
-    once = " with one micro-batch: fp8 weights are not kept then"
-    yield config.num_micro_batches == 1, ("disable_parameter_transpose_cache",), once
+    yield from idle_flags(config)
     without_fp16 = f" without fp16 at {where('precision')}"
     yield precision != "fp16", ("loss_scale", *_LOSS_SCALE), without_fp16
     constant = f" with {where('loss_scale')}"
@@ -183,8 +178,11 @@ def _numerics_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]
             f"{where('precision')} {precision}: this CPU has no instructions for 16-bit matmuls, so a "
             "step may take 10 times as long as with fp32, and more"
         )
-    if config.is_fp8 and not machine.cuda_devices:
-        yield f"{where('precision')} {precision} is slower than bf16 on a CPU, which has no fp8 arithmetic"
+    if PRECISIONS[precision].has_casts and not machine.cuda_devices:
+        yield (
+            f"{where('precision')} {precision} is slower than bf16 on a CPU, which has no {precision} "
+            "arithmetic"
+        )
     if config.data.reset_attention_mask and not config.data.reset_position_ids:
         yield (
             f"{where('reset_attention_mask')}: positions also restart at each document; with RoPE this "

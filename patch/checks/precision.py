@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from patch.config.choices import MOMENT_BLOCK
+from patch.config.choices import MOMENT_BLOCK, PRECISIONS
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
@@ -12,7 +12,8 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.families import WeightRow, weight_rows, widths
 from patch.families.adapters import adapter_rows
-from patch.features.backends import FP8_MULTIPLE, no_transformer_engine
+from patch.features.backends import no_transformer_engine
+from patch.features.table import FP8
 
 _FLAGS = (
     "fp8_format", "fp8_recipe", "first_last_layers_bf16", "disable_parameter_transpose_cache",
@@ -31,9 +32,9 @@ def scaling_is_built(config: RunConfig, machine: MachineFacts) -> None:
         refuse("fp8_recipe", recipe, "tensorwise or delayed", why)
 
 
-def fp8_fits(config: RunConfig, machine: MachineFacts) -> None:
+def casts_fit(config: RunConfig, machine: MachineFacts) -> None:
     """Refuse fp8 without support by device or model, and flags of fp8 without fp8."""
-    if not config.is_fp8:
+    if not FP8.is_on(config):
         for field in _FLAGS:
             if value_of(config, field) != FIELDS[field].default:
                 expected, why = f"fp8 at {where('precision')} beside it", "it has an effect only with fp8"
@@ -63,6 +64,7 @@ def _delayed_scaling_fits(config: RunConfig, machine: MachineFacts) -> None:
 
 def _widths_fit(config: RunConfig) -> None:
     model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    multiple = PRECISIONS[config.training.precision].size_multiple
     attention = widths(model, "attention", tp_size)
     of_fields = {
         "hidden_size": (model.hidden_size, "the hidden width"),
@@ -71,17 +73,28 @@ def _widths_fit(config: RunConfig) -> None:
         "ffn_hidden_size": (widths(model, "mlp", tp_size).in_features, "a TP rank's MLP width"),
     }
     for field, (width, what) in of_fields.items():
-        if width % FP8_MULTIPLE:
-            why = f"{what} is {width}, fp8 matmuls need a multiple of {FP8_MULTIPLE}"
+        if width % multiple:
+            why = f"{what} is {width}, fp8 matmuls need a multiple of {multiple}"
             expected = f"another size or TP, or bf16 at {where('precision')}"
             refuse(field, value_of(config, field), expected, why)
 
 
 def _a_layer_is_left(config: RunConfig) -> None:
-    if not config.fp8_layers:
+    if sum(config.bf16_ends) >= config.model.num_layers:
         why = f"all {config.model.num_layers} layers of the model would stay in bf16"
         got = "{} first and {} last".format(*config.bf16_ends)
         refuse("first_last_layers_bf16", got, f"fewer, or bf16 at {where('precision')}", why)
+
+
+def idle_flags(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
+    """Yield flags of fp8 that may have no effect: whether so, the fields, and the end of the note."""
+    sharded_by_none = config.sharding != "auto" and not config.casts.are_gathered
+    yield sharded_by_none, ("fp8_param_gather",), ": no replicas share optimizer states"
+    of_ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    without_ends = f" without {where('first_last_layers_bf16')}"
+    yield not config.training.first_last_layers_bf16, of_ends, without_ends
+    once = " with one micro-batch: fp8 weights are not kept then"
+    yield config.num_micro_batches == 1, ("disable_parameter_transpose_cache",), once
 
 
 def moments_are_whole_blocks(config: RunConfig, machine: MachineFacts) -> None:

@@ -67,7 +67,7 @@ RULES: tuple[Rule, ...] = (
     activations.check_activation_layers,
     activations.recompute_divides,
     precision.backends_exist,
-    precision.fp8_fits,
+    precision.casts_fit,
     precision.loss_scale_fits,
     model.sequence_fits,
     layout.context_parallel_fits,

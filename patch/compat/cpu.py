@@ -55,7 +55,7 @@ class CudaOnCpu:
     """A stand-in for torch.cuda: functions that megatron-core calls work on the CPU."""
 
     manual_seed = staticmethod(torch.manual_seed)
-    get_rng_state = staticmethod(lambda *unused: torch.get_rng_state())
+    get_rng_state = staticmethod(lambda *unused, **named: torch.get_rng_state())
     Stream = current_stream = StreamOnCpu
 
     def stream(self, stream: StreamOnCpu) -> StreamOnCpu:
@@ -102,14 +102,6 @@ def replace_torch(module_name: str) -> None:
     vars(importlib.import_module(module_name))["torch"] = TorchOnCpu()
 
 
-def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(new_state)
-
-
 def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
@@ -126,7 +118,10 @@ def apply() -> None:
     for module_name in MODULES:
         replace_torch(module_name)
     vars(token_dispatcher).update(maybe_move_tensor_to_cpu=_move_to_cpu)
-    vars(random).update(_get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state)
+    vars(random).update(
+        _get_cuda_rng_state=CudaOnCpu.get_rng_state,
+        _set_cuda_rng_state=lambda state, **unused: torch.set_rng_state(state),
+    )
 
 
 def is_applied() -> bool:

@@ -37,20 +37,9 @@ from torch.distributed import distributed_c10d
 def quick_start() -> Iterator[None]:
     """Wrap the first import of megatron-core in a process, at the top level of a program."""
     compile_now, disable_now = torch.compile, torch.compiler.disable
-
-    def compile_later(function: Callable | None = None, **options: Any) -> Any:
-        if function is None or options:
-            return compile_now(function, **options)
-        return _compiled_at_first_call(function, compile_now)
-
-    def disable_later(function: Callable | None = None, *args: Any, **options: Any) -> Any:
-        if function is None or args or options:
-            return disable_now(function, *args, **options)
-        return _compiled_at_first_call(function, disable_now)
-
     gc.disable()
-    vars(torch).update(compile=compile_later)
-    vars(torch.compiler).update(disable=disable_later)
+    vars(torch).update(compile=_deferred(compile_now))
+    vars(torch.compiler).update(disable=_deferred(disable_now))
     try:
         yield
     finally:
@@ -60,15 +49,21 @@ def quick_start() -> Iterator[None]:
         gc.enable()
 
 
-def _compiled_at_first_call(function: Callable, compile_now: Callable) -> Callable:
-    """Defer `compile_now(function)`, which compiles the function or disables that, to the first call."""
-    compiled = functools.cache(lambda: compile_now(function))
+def _deferred(decorate: Callable) -> Callable:
+    """Defer a decorator without options, which compiles a function or disables that, to the first call."""
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
+    def decorate_later(function: Callable | None = None, *options: Any, **named: Any) -> Any:
+        if function is None or options or named:
+            return decorate(function, *options, **named)
+        decorated = functools.cache(lambda: decorate(function))
 
-    return call
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return decorated()(*args, **kwargs)
+
+        return call
+
+    return decorate_later
 
 
 @contextmanager

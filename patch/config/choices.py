@@ -28,19 +28,42 @@ class PrecisionFacts(NamedTuple):
     """Bytes of a master beyond the weight: fp16: an fp32 master; bf16: the master's low half."""
     update_bytes: int
     """Bytes that the optimizer kernel reads and writes beside moments: gradient 4, master and weight."""
+    size_multiple: int = 1
+    """Sizes of the layers' matmuls are multiples of this on a GPU; also on a CPU, which may resume there."""
+    peak_factor: int = 1
+    """Peak of the layers' matmuls over the bf16 peak, for every GPU that has such matmuls."""
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether layers use fp8 matmuls."""
-        return self.factor_bytes == 1
+    def has_casts(self) -> bool:
+        """Whether layers cast the inputs of their matmuls to fewer bytes, each tensor with its scale."""
+        return self.factor_bytes < self.weight_bytes
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes that the cast of an element reads (for the largest absolute value, and again) and writes."""
+        return 2 * self.weight_bytes + self.factor_bytes if self.has_casts else 0
 
 
 PRECISIONS: dict[Precision, PrecisionFacts] = {
     "fp32": PrecisionFacts("fp32", 4, 4, 0, 12),
     "fp16": PrecisionFacts("fp16", 2, 2, 4, 18),
     "bf16": PrecisionFacts("bf16", 2, 2, 2, 12),
-    "fp8": PrecisionFacts("bf16", 2, 1, 2, 12),
+    "fp8": PrecisionFacts("bf16", 2, 1, 2, 12, size_multiple=16, peak_factor=2),
 }
+
+
+class Casts(NamedTuple):
+    """The layers of a run that cast the weights of their matmuls to fewer bytes (fp8); by default none."""
+
+    layers: range = range(0)
+    """Their indices, from 0."""
+    are_kept: bool = False
+    """Whether cast weights are kept during a step; only several micro-batches are worth the memory."""
+    are_gathered: bool = False
+    """Whether replicas all-gather cast weights: there are several replicas, and they share states."""
+    has_old_scales: bool = False
+    """Whether the scales come from earlier steps (delayed scaling, Transformer Engine)."""
+
 
 RowKind = Literal["conversation", "pair", "unpaired"]
 """Kind of rows that an objective reads: a conversation (or a text), two answers to one prompt, or an answer

@@ -63,8 +63,7 @@ class OptimizerConfig:
     adam_beta2: float = flag("decay of the second moment", 0.95, at_least=0, below=1)
     adam_eps: float = flag("epsilon added to the root of the second moment", 1e-8, above=0)
     exp_avg_dtype: MomentType = flag(
-        "dtype of the first moments: bf16 is rounded stochastically, 8bit has a scale for every 64 elements; "
-        "Megatron-LM's fp16 and fp8 are not supported",
+        "dtype of the first moments: bf16 is rounded stochastically, 8bit has a scale for every 64 elements",
         "fp32",
     )
     exp_avg_sq_dtype: MomentType = flag("dtype of the second moments; see --exp-avg-dtype", "fp32")

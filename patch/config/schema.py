@@ -21,6 +21,7 @@ from typing import Self
 from patch.config.choices import (
     PRECISIONS,
     ROW_KINDS,
+    Casts,
     ContextCommunication,
     Fp8Format,
     Fp8Scaling,
@@ -412,33 +413,25 @@ class RunConfig:
         return self.parallel.stage_layers(self.model.num_layers)
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether layers use fp8 matmuls."""
-        return PRECISIONS[self.training.precision].is_fp8
-
-    @property
     def bf16_ends(self) -> tuple[int, int]:
-        """Numbers of first and of last layers whose matmuls stay in bf16 beside fp8."""
+        """Numbers of first and of last layers that stay in bf16 while others cast weights."""
         ends = self.training.num_layers_at_start_in_bf16, self.training.num_layers_at_end_in_bf16
         return ends if self.training.first_last_layers_bf16 else (0, 0)
 
     @property
-    def fp8_layers(self) -> range:
-        """Indices, from 0, of the layers with fp8 matmuls, if there are any."""
-        first, last = self.bf16_ends
-        return range(first, self.model.num_layers - last)
-
-    @property
-    def keeps_fp8_weights(self) -> bool:
-        """Whether fp8 weights are kept during a step; only several micro-batches are worth the memory."""
-        is_wanted = self.is_fp8 and not self.training.disable_parameter_transpose_cache
-        return is_wanted and self.num_micro_batches > 1 and self.sharding is not ZeroStage.PARAMETERS
-
-    @property
-    def gathers_fp8_weights(self) -> bool:
-        """Whether replicas all-gather fp8 weights: there are several replicas, and they shard states."""
-        is_wanted = self.is_fp8 and self.training.fp8_param_gather
-        return is_wanted and self.state_group_size > 1 and self.sharding is not ZeroStage.NONE
+    def casts(self) -> Casts:
+        """The layers that cast weights for their matmuls, and how long the casts live."""
+        training, (first, last) = self.training, self.bf16_ends
+        if not PRECISIONS[training.precision].has_casts:
+            return Casts()
+        has_cache = not training.disable_parameter_transpose_cache and self.num_micro_batches > 1
+        shares_states = self.state_group_size > 1 and self.sharding is not ZeroStage.NONE
+        return Casts(
+            layers=range(first, self.model.num_layers - last),
+            are_kept=has_cache and self.sharding is not ZeroStage.PARAMETERS,
+            are_gathered=training.fp8_param_gather and shares_states,
+            has_old_scales=training.fp8_recipe == "delayed",
+        )
 
     @property
     def sharding(self) -> Sharding:

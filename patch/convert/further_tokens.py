@@ -1,7 +1,7 @@
 """Layers that predict further tokens (DeepSeek-V3's MTP), which a conversion keeps and no run trains.
 
 `hf_to_mcore` writes their tensors into one file beside the checkpoint; `mcore_to_hf` puts them back. Values
-are copied bit by bit; only weights in fp8 become bf16, as all others of such a folder.
+are copied bit by bit; only weights in 8 bits become bf16, as all others of such a folder.
 """
 
 from __future__ import annotations

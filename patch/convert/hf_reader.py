@@ -17,9 +17,10 @@ from patch.config.schema import ModelConfig
 from patch.convert.weight_table import weights_table
 from patch.device import is_finite
 from patch.errors import ConversionError
+from patch.families.deepseek import BLOCK_SCALES
 from patch.families.weights import EMBEDDING_PARAMETER, OUTPUT, HFTensor
 from patch.logger import get_logger
-from patch.preflight.weight_files import FP8_BLOCK, TensorHeader, WeightHeaders, check_headers, reading
+from patch.preflight.weight_files import TensorHeader, WeightHeaders, check_headers, reading
 
 _logger = get_logger(__name__)
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -55,7 +56,7 @@ class _Slice(NamedTuple):
         if self.scales is not None:
             parts = index if isinstance(index, tuple) else (index, slice(None))
             numbers = (torch.arange(size)[of] for of, size in zip(parts, self.header.shape, strict=True))
-            row_blocks, column_blocks = (each // FP8_BLOCK for each in numbers)
+            row_blocks, column_blocks = (each // BLOCK_SCALES.size for each in numbers)
             scales = self.scales[:][row_blocks[:, None], column_blocks]
             part = (part.float() * scales.float()).bfloat16()
         if not is_finite(part):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from patch.families.config_json import ConfigReader
 from patch.families.experts import ExpertsFamily
@@ -31,6 +31,22 @@ _ROWS = partial(rows_named, {"mlp.shared_expert.": "mlp.shared_experts."})
 _GROUPS = {"moe_router_num_groups": "n_group", "moe_router_group_topk": "topk_group"}
 _METHODS = {False: "greedy", True: "group_limited_greedy"}
 """Whether experts of DeepSeek-V2 are grouped -> `topk_method`."""
+
+
+class BlockScales(NamedTuple):
+    """How a folder stores weights in 8 bits: each block of a matrix has a scale. They are read as BF16."""
+
+    method: str
+    """`quant_method` in config.json."""
+    dtype: str
+    """In safetensors' spelling."""
+    suffix: str
+    """End of the name of a weight's scales."""
+    size: int
+    """Rows and columns of a block; the last block may be smaller."""
+
+
+BLOCK_SCALES = BlockScales("fp8", "F8_E4M3", "_scale_inv", 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +176,12 @@ class _Glm(DeepSeekExperts):
 
 
 def _check_quantization(config: ConfigReader) -> None:
-    """Refuse weights in other numbers than fp8 with a scale for each block of 128 x 128, which are read."""
+    """Refuse weights in other numbers than BLOCK_SCALES, which are read."""
     how = config.values.get("quantization_config") or {}
     kind = [how.get(key) for key in ("quant_method", "weight_block_size")] if isinstance(how, dict) else []
-    if how and kind != ["fp8", [128, 128]]:
-        config.refuse("quantization_config", how, "none, or fp8 with a weight_block_size of [128, 128]")
+    method, block = BLOCK_SCALES.method, [BLOCK_SCALES.size] * 2
+    if how and kind != [method, block]:
+        config.refuse("quantization_config", how, f"none, or {method} with a weight_block_size of {block}")
 
 
 def _shape(layers: int, hidden: int, ffn: int, heads: int, experts: int, width: int, **own: Any) -> Any:

@@ -32,16 +32,13 @@ from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
 from patch.families import TransformerImpl, attended_channels, traits_of
 from patch.families.adapters import are_experts_single
-from patch.features.table import CONFLICTS, ENGINE, WITHOUT_TP_OVERLAP
-
-FP8_MULTIPLE = 16
-"""fp8 matmuls on CUDA need sizes that are multiples of this. CPU runs too: they may resume on a GPU."""
+from patch.features.table import CONFLICTS, ENGINE, FP8, WITHOUT_TP_OVERLAP
 
 
 def why_not_transformer_engine(config: RunConfig) -> str:
     """Return the setting that Transformer Engine's layers do not support, or "" if there is none."""
     whys = (each.why(config) for each in CONFLICTS if each.refused is ENGINE and each.other.is_on(config))
-    return next(whys, _fp8_obstacle(config) if config.is_fp8 else "")
+    return next(whys, _fp8_obstacle(config) if FP8.is_on(config) else "")
 
 
 def can_overlap_tp_comm(config: RunConfig) -> bool:
@@ -63,8 +60,9 @@ def _fp8_obstacle(config: RunConfig) -> str:
     tokens = config.sample_length * training.micro_batch_size // parallel.context_parallel_size
     if parallel.sequence_parallel:
         tokens //= parallel.tensor_model_parallel_size
-    if tokens % FP8_MULTIPLE:
-        needs = f"its fp8 matmuls need a multiple of {FP8_MULTIPLE}"
+    multiple = PRECISIONS[training.precision].size_multiple
+    if tokens % multiple:
+        needs = f"its fp8 matmuls need a multiple of {multiple}"
         return f"a rank has {tokens} tokens of a micro-batch, {needs}"
     return ""
 
@@ -303,6 +301,6 @@ def _products(is_engine: bool, precision: Precision, machine: MachineFacts) -> K
     """Return the row of the linear layers (matmuls)."""
     if is_engine:
         return KernelChoice("products", "Transformer Engine")
-    what = "torch's scaled products" if PRECISIONS[precision].is_fp8 else "torch"
+    what = "torch's scaled products" if PRECISIONS[precision].has_casts else "torch"
     is_missing = machine.cuda_devices and "transformer_engine" not in machine.libraries
     return KernelChoice("products", what, "Transformer Engine is not installed" if is_missing else "")

@@ -60,6 +60,15 @@ _AXES: dict[Kind, int] = {
 
 
 _Message = Callable[[torch.Tensor], torch.Tensor]
+_MESSAGES: dict[tuple[type[torch.nn.Module], bool], Callable[..., torch.Tensor]] = {
+    (ColumnParallelLinear, True): partial(
+        gather_from_sequence_parallel_region, tensor_parallel_output_grad=True
+    ),
+    (ColumnParallelLinear, False): copy_to_tensor_model_parallel_region,
+    (RowParallelLinear, True): reduce_scatter_to_sequence_parallel_region,
+    (RowParallelLinear, False): reduce_from_tensor_model_parallel_region,
+}
+"""The TP collective for A x, by the kind of a layer, and whether tokens are sharded (SP)."""
 
 
 class _Sum(torch.autograd.Function):
@@ -136,12 +145,6 @@ class Adapters(torch.nn.ModuleDict):
         super().__init__({each.name: _Part(make, each) for each in adapters})
         self._scale, self._dropout, self._group = config.scale, config.lora_dropout, group
         self._send = None if is_of_experts or group.size() == 1 else _message(layer, is_cut=is_cut)
-        self._axes = {
-            f"{each.name}.lora_{factor}.weight": _AXES[row.kind]
-            for each in adapters
-            for factor, row in (("A", each.a), ("B", each.b))
-            if row.kind in _AXES
-        }
         self._of_gate_up = [
             f"{each.name}.lora_B.weight" for each in adapters if each.b.kind is Kind.JOINED_GATE_UP
         ]
@@ -204,8 +207,13 @@ class Adapters(torch.nn.ModuleDict):
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]
     ) -> ShardedStateDict:
         """Return the adapters' shards, named and sharded like the layer's weight."""
+        weights: dict[str, Any] = self.state_dict(keep_vars=True)
+        axes = {
+            name: weight.partition_dim
+            for name, weight in weights.items() if getattr(weight, "tensor_model_parallel", False)
+        }  # fmt: skip
         state: ShardedStateDict = make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True), prefix, self._axes, sharded_offsets,
+            weights, prefix, axes, sharded_offsets,
             tp_group=self._group, dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
         for name in self._of_gate_up:  # stored as gate, then up, whatever TP is
@@ -215,16 +223,9 @@ class Adapters(torch.nn.ModuleDict):
 
 def _message(layer: Any, *, is_cut: bool) -> _Message | None:
     """Return the TP collective for A x."""
-    if isinstance(layer, ColumnParallelLinear):
-        if is_cut:
-            return partial(
-                gather_from_sequence_parallel_region, tensor_parallel_output_grad=True, group=layer.tp_group
-            )
-        return partial(copy_to_tensor_model_parallel_region, group=layer.tp_group)
-    if isinstance(layer, RowParallelLinear):
-        if is_cut:
-            return partial(reduce_scatter_to_sequence_parallel_region, group=layer.tp_group)
-        return partial(reduce_from_tensor_model_parallel_region, group=layer.tp_group)
+    for (kind, is_of_cut), message in _MESSAGES.items():
+        if isinstance(layer, kind) and is_of_cut is is_cut:
+            return partial(message, group=layer.tp_group)
     return None
 
 

@@ -14,9 +14,9 @@ from patch.config.schema import ModelConfig, RunConfig
 from patch.device import torch_dtype
 from patch.families import EXPERT_FIELDS, expert_layers, layers_with_window, traits_of
 from patch.families.shape import LATENT_SIZES
-from patch.model.fp8.te_scales import scaling_settings
 from patch.model.hf_numerics.layers import batch_first_silu, bloom_gelu
 from patch.model.mlp import activation_called
+from patch.model.te_scales import scaling_settings
 
 
 def transformer_config(
@@ -120,7 +120,7 @@ def _expert_settings(
 def _layer_settings(
     config: RunConfig, dtype: torch.dtype, aligned: frozenset[str], *, cuda: bool
 ) -> dict[str, Any]:
-    """Return the fields that differ between our layers and TE's; our fp8 products need no field."""
+    """Return the fields that differ between our layers and TE's; our products need no field."""
     if config.model.transformer_impl != "transformer_engine":
         overlaps = config.parallel.tp_comm_overlap
         return {

@@ -1,15 +1,13 @@
 """megatron-core's linear layers, sharded over tensor parallelism (TP) by columns or rows, built from parts.
 
-    product     how matrices are multiplied: `Product` (plain), Fp8Product (fp8/product.py), Nf4Product
-                (nf4_product.py), HFLinear and its subclasses (hf_numerics/layers.py)
+    product     how matrices are multiplied: `Product` (plain) or a subclass, which products.py chooses
     messages    TP collectives around the product (`TPCollectives`), or chunked with it (overlapped_linear.py)
     gradient    where a weight's gradient is accumulated (weight_gradient.py)
 
 The spec chooses the parts: `ModuleSpec(module=Column, params={"product": ..., "in_pieces": ...})`.
 Parameters, names and checkpoints are megatron-core's. Transformer Engine's layers are separate (te_spec.py).
 
-If megatron-core builds a layer itself (the output layer), `give_product` changes the finished layer. Its
-multi-latent attention accepts only megatron-core's exact classes as down projections
+megatron-core's multi-latent attention accepts only its exact classes as down projections
 (multi_latent_attention.py:405-417, 450-462), so `PLAIN` multiplies by their weights (latent_attention.py).
 
 Shapes: S sequence (S / TP per rank with SP), B micro-batch, M tokens, I inputs and O outputs of this rank.
@@ -17,7 +15,6 @@ Shapes: S sequence (S / TP per rank with SP), B micro-batch, M tokens, I inputs 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -50,7 +47,7 @@ class TPCollectives(NamedTuple):
         """Start an all-gather along the first dimension; the result is complete after the wait."""
         whole = part.new_empty(part.shape[0] * self.group.size(), *part.shape[1:])
         own = whole.chunk(self.group.size())[self.group.rank()].copy_(part)
-        # As bytes, because not every communication library supports fp8.
+        # As bytes, because not every communication library supports every dtype.
         return whole, start_all_gather(whole.view(torch.uint8), own.view(torch.uint8), self.group)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -206,7 +203,8 @@ class _ParallelLinearBase:
         return state
 
     def _forward_impl(self, **named: Any) -> torch.Tensor:
-        return _multiply(self.product, **named)
+        messages = TPCollectives(named["tp_group"], named["sequence_parallel"], named["allreduce_dgrad"])
+        return self.product(named["input"], named["weight"], named["bias"], messages)
 
     def _tensor_group(self) -> TensorGroup:
         return TensorGroup(self.tp_group, is_overlapped=self.config.tp_comm_overlap)  # type: ignore[attr-defined]
@@ -235,25 +233,3 @@ class Row(_ParallelLinearBase, RowParallelLinear):
         if self.skip_bias_add or self.bias is None:
             return output, self.bias
         return output + self.bias, None
-
-
-def give_product(layer: ColumnParallelLinear | RowParallelLinear, product: Product) -> None:
-    """Replace the product of a finished layer, which keeps megatron-core's collectives.
-
-    megatron-core's `forward` calls `_forward_impl`, which is set on the instance here.
-    """
-    layer._forward_impl = partial(_multiply, product.of(layer.weight))
-
-
-def _multiply(
-    product: Product,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    tp_group: Any,
-    **unused: Any,
-) -> torch.Tensor:
-    return product(input, weight, bias, TPCollectives(tp_group, sequence_parallel, allreduce_dgrad))

@@ -7,8 +7,8 @@ embeddings do not need CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,15 +42,14 @@ from patch.features.backends import Backends
 from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import follow_offloaded
 from patch.model.adapters import add_adapters
-from patch.model.attention.packed_sequences import PackedSequences, give_own_positions
+from patch.model.attention.packed_sequences import PackedSequences
 from patch.model.attention.rotary import rotary_table
 from patch.model.backends import backends_on
 from patch.model.configuration import transformer_config
 from patch.model.embedding_noise import EmbeddingNoise
-from patch.model.fp8.product import StepWeights
 from patch.model.frozen import freeze_weights
 from patch.model.hf_numerics.layers import AlignedOutput, sources_of
-from patch.model.linear import give_product
+from patch.model.linear import Column
 from patch.model.loss import (
     LikeliestTokens,
     LossMask,
@@ -61,6 +60,7 @@ from patch.model.loss import (
     hide_padded_vocabulary,
     linear_cross_entropy,
 )
+from patch.model.products import Products
 from patch.model.spec import LayerSpecBuilder
 from patch.model.weight_gradient import EmbeddingLookup
 
@@ -70,8 +70,8 @@ class LlamaModel(LanguageModule):
 
     activation_offload: SavedTensors | None
     """Saved tensors of all stages of the process, with AC=offload; call `end_step` after each step."""
-    step_weights: StepWeights | None
-    """fp8 weights of all stages; open `unchanged_weights` while no weight changes."""
+    products: Products
+    """The products of all stages; open `unchanged_weights` while no weight changes."""
     is_adapted: bool = False
     """Whether only adapters are trained and stored; this stage may have no adapters."""
     base: str | None = None
@@ -87,15 +87,16 @@ class LlamaModel(LanguageModule):
         self.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         self.share_embeddings_and_output_weights = not model.untie_embeddings_and_output_weights
         self.vocab_size = padded_vocab_size
+        rows = padded_vocab_size // groups.tp.size()
+        self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
+        """Rows of the real vocabulary on this TP rank; later rows are padding."""
         self._add_layers(builder)
         self._is_fused = builder.backends.is_fused
         self._has_rope = traits.has_rope
-        self.activation_offload, self.step_weights = builder.saved, builder.step_weights
+        self.activation_offload, self.products = builder.saved, builder.products
         follow_offloaded(self.decoder.layers)
         if traits.has_rope:
             self.rotary_pos_emb = rotary_table(model, Zigzag.of(groups.cp), is_polar=builder.is_polar)
-            own_positions = partial(give_own_positions, table=self.rotary_pos_emb)
-            self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
         if self.pre_process and self._is_fused:
             # Set on the instance, because megatron-core builds this layer.
             layer = self.embedding.word_embeddings
@@ -115,13 +116,8 @@ class LlamaModel(LanguageModule):
             self.embedding.register_forward_hook(self.embedding_noise, prepend=is_first)
         self._is_output_normalized = model.normalize_output_weight
         self._of_logits, self._cap = 1.0 / model.logits_scaling, model.final_logit_softcapping
-        rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
-        self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
-        """Rows of the real vocabulary on this TP rank; later rows are padding."""
         self._has_aligned_loss = bool(builder.aligned) and groups.tp.size() == 1
-        if builder.aligned and self.post_process:
-            give_product(self.output_layer, AlignedOutput(self.num_vocab_rows))
 
     def _add_layers(self, builder: LayerSpecBuilder) -> None:
         if self.pre_process:
@@ -144,7 +140,9 @@ class LlamaModel(LanguageModule):
             # megatron-core turns autograd on for residual sums: in evaluations norms would save tensors.
             layer.bias_dropout_add_exec_handler = nullcontext
         if self.post_process:
-            self.output_layer = ColumnParallelLinear(
+            aligned = partial(Column, product=AlignedOutput(self.num_vocab_rows))
+            kind: Callable[..., ColumnParallelLinear] = aligned if builder.aligned else ColumnParallelLinear
+            self.output_layer = kind(
                 self.config.hidden_size,
                 self.vocab_size,
                 config=self.config,
@@ -236,11 +234,11 @@ class LlamaModel(LanguageModule):
     def _rotary_table(
         self, hidden: torch.Tensor | None, packed: PackedSequences | None
     ) -> torch.Tensor | None:
-        """Return RoPE's table of a row. It is empty for packed rows: `give_own_positions` replaces it."""
+        """Return RoPE's table; that of packed rows has the positions within each sequence."""
         if not self._has_rope:
             return None
         if packed is not None:
-            return self.rotary_pos_emb(0)
+            return self.rotary_pos_emb.at(packed.position_ids.t())
         first = hidden if self.decoder.input_tensor is None else self.decoder.input_tensor
         assert first is not None, "no hidden states: a later stage needs set_input_tensor before forward"
         over_tp = self.tp_group.size() if self.config.sequence_parallel else 1
@@ -302,16 +300,13 @@ def look_up(layer: VocabParallelEmbedding, tokens: torch.Tensor) -> torch.Tensor
     return reduce_from_tensor_model_parallel_region(rows, group=group)
 
 
-@contextmanager
-def unchanged_weights(stages: Sequence[LlamaModel]) -> Iterator[None]:
-    """Context in which no weight of these stages changes: their fp8 weights are made once.
+def unchanged_weights(stages: Sequence[LlamaModel]) -> AbstractContextManager[None]:
+    """Return a context in which no weight of these stages changes: weights are cast once for products.
 
     All-gathers of updated weights may still be in flight, because layers wait for them. Nothing else may
-    write a weight, not even with equal values. Without this context each product makes its own fp8 weights.
+    write a weight, not even with equal values. Without this context each product casts its own weights.
     """
-    weights = stages[0].step_weights
-    with nullcontext() if weights is None else weights.unchanged():
-        yield
+    return stages[0].products.unchanged_weights()
 
 
 def _mark_cut_weights(model: LlamaModel) -> None:
@@ -347,13 +342,14 @@ def build_llama_model(
     upstream = transformer_config(config, groups, cuda=device.type == "cuda", aligned=aligned)
     backends = backends_on(device, config, groups, upstream)
     upstream.attention_backend = _te_attention_backend(backends, model)
-    kind, step_weights = LayerSpecBuilder, StepWeights.of(config)
+    kind = LayerSpecBuilder
     if upstream.transformer_impl == "transformer_engine":
         from patch.model.te_spec import TELayerSpecBuilder  # not importable without Transformer Engine
 
-        kind, step_weights = TELayerSpecBuilder, None
+        kind = TELayerSpecBuilder
     saved = _activation_offload(device) if config.training.cpu_offloading else None
-    builder = kind(config, upstream, groups, backends, aligned, step_weights, saved)
+    products = Products(config, upstream, is_aligned=bool(aligned))
+    builder = kind(config, upstream, groups, backends, aligned, products, saved)
     num_stages = upstream.virtual_pipeline_model_parallel_size or 1
     stages = [LlamaModel(builder, vp_stage).to(device) for vp_stage in range(num_stages)]
     for stage in stages:

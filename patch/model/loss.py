@@ -94,6 +94,18 @@ class VocabularyShard(NamedTuple):
         """Cap logits in place."""
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
+    def places(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of tokens, 0 where they are not on this rank, and whether they are; -1 never is."""
+        rows = ids - self.first
+        is_own = (rows >= 0) & (rows < self.num_rows)
+        return torch.where(is_own, rows, 0), is_own
+
+    def subtract_largest(self, logits: torch.Tensor) -> None:
+        """Subtract from logits [T, V] the largest of each token over all ranks, in place."""
+        largest = logits.max(dim=-1).values
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        logits -= largest[:, None]
+
 
 def linear_cross_entropy(
     hidden: torch.Tensor,
@@ -168,9 +180,8 @@ def _scores(logits: torch.Tensor, choices: torch.Tensor, part: VocabularyShard) 
     likeliest = torch.where(own_largest == largest, rows + first, torch.iinfo(rows.dtype).max)
     dist.all_reduce(likeliest, op=dist.ReduceOp.MIN, group=group)
     logits -= largest[:, None]
-    rows = choices - first
-    is_own = (rows >= 0) & (rows < logits.shape[1]) & (choices >= 0)
-    chosen = torch.where(is_own, logits.gather(1, torch.where(is_own, rows, 0)), 0.0)
+    cells, is_own = part.places(choices)
+    chosen = torch.where(is_own, logits.gather(1, cells), 0.0)
     sums = torch.cat((logits.exp_().sum(dim=-1, keepdim=True), chosen), dim=1)
     dist.all_reduce(sums, group=group)
     return torch.cat((likeliest[:, None].float(), sums[:, 1:] - sums[:, :1].log()), dim=1)
@@ -349,12 +360,9 @@ def _losses_and_gradients(
 ) -> torch.Tensor:
     """Return losses [chunk], and overwrite float32 logits [chunk, V] with their gradients."""
     # The operations of megatron-core's `VocabParallelCrossEntropy` (cross_entropy.py) in its order.
-    largest = logits.max(dim=-1).values
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=part.group)
-    logits -= largest[:, None]
-    own = labels - part.first
-    is_own = (own >= 0) & (own < logits.shape[1])
-    cells = torch.arange(len(labels), device=labels.device), torch.where(is_own, own, 0)
+    part.subtract_largest(logits)
+    rows, is_own = part.places(labels)
+    cells = torch.arange(len(labels), device=labels.device), rows
     predicted = torch.where(is_own, logits[cells], 0.0)
     sums = torch.stack((predicted, logits.exp_().sum(dim=-1)))
     dist.all_reduce(sums, group=part.group)
@@ -396,20 +404,15 @@ def _outcomes(
     probability of the other tokens. Also returns the rows [T, K] of the chosen tokens, 0 where they are not
     on this TP rank, and whether they are.
     """
-    first, num_rows, group, _ = part
-    largest = logits.max(dim=-1).values
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    logits -= largest[:, None]
-    cells = ids - first
-    is_own = (cells >= 0) & (cells < num_rows)
-    cells = torch.where(is_own, cells, 0)
+    part.subtract_largest(logits)
+    cells, is_own = part.places(ids)
     chosen = torch.where(is_own, logits.gather(1, cells), 0.0)
     logits.exp_()
-    logits[:, num_rows:].zero_()
+    logits[:, part.num_rows :].zero_()
     # The chosen are taken out first: what is left of a likely token's 1 would have no precision.
     logits.scatter_add_(1, cells, -torch.where(is_own, logits.gather(1, cells), 0.0))
     sums = torch.cat((chosen, logits.sum(dim=1, keepdim=True)), dim=1)
-    dist.all_reduce(sums, group=group)
+    dist.all_reduce(sums, group=part.group)
     rest = sums[:, -1:].clamp(min=torch.finfo(sums.dtype).tiny)
     logits /= rest
     logs = torch.cat((sums[:, :-1], rest.log()), dim=1)

@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
+from patch.amax import note_amax
 from patch.families import Traits
-from patch.fp8 import note_amax
 from patch.model.kernels import LayerKernels, layer_kernels
 
 Activation = Callable[..., torch.Tensor]
@@ -91,19 +90,6 @@ class LayerPart:
         return self.module(config=config, submodules=self.submodules, **self.params)
 
 
-def mlp_spec(
-    submodules: MLPSubmodules,
-    group: ProcessGroup,
-    activate: Activation,
-    *,
-    is_recomputed: bool,
-    num_chunks: int = 1,
-) -> LayerPart:
-    """Return the specification of a layer's MLP; arguments as in RecomputableMLP."""
-    params = {"activate": activate, "is_recomputed": is_recomputed, "num_chunks": num_chunks}
-    return LayerPart(RecomputableMLP, submodules, params | {"tp_group": group})
-
-
 def activation_called(name: str) -> Activation:
     """Return the element-wise function of `Traits.activation`."""
     if name == "silu":
@@ -121,7 +107,7 @@ def activation_of(
     Args:
         function: from `activation_called`, or the same function in Hugging Face's order.
         is_fused: whether SwiGLU, and GELU with its bias, are Triton kernels.
-        notes_amax: whether SwiGLU notes the amax of its output, for casts to fp8.
+        notes_amax: whether SwiGLU notes the amax of its output, for a later cast.
     """
     if not traits.gated_linear_unit:
         is_gelu = traits.add_bias_linear and traits.activation == "gelu_pytorch_tanh"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -44,9 +46,8 @@ from patch.model.attention.latent_attention import (
     PolarLatentAttention,
 )
 from patch.model.attention.rotary_attention import RotaryAttention, Turns
-from patch.model.experts.layer import experts_spec
-from patch.model.fp8.product import Fp8Product, StepWeights
-from patch.model.hf_numerics.experts import aligned_experts_spec
+from patch.model.experts.layer import ExpertsLayer, LocalExperts, Router, SharedExpert
+from patch.model.hf_numerics.experts import AlignedMoELayer, AlignedRouter
 from patch.model.hf_numerics.layers import (
     AlignedAlibi,
     AlignedHeadRMSNorm,
@@ -58,10 +59,10 @@ from patch.model.hf_numerics.layers import (
     SeparateGateUp,
     SeparateQKV,
 )
-from patch.model.linear import Column, Row
-from patch.model.mlp import Activation, activation_called, activation_of, mlp_spec
-from patch.model.nf4_product import Nf4Product
+from patch.model.linear import PLAIN, Column, Row
+from patch.model.mlp import Activation, LayerPart, RecomputableMLP, activation_called, activation_of
 from patch.model.norm import AllHeadsRMSNorm, HeadRMSNorm, LayerNorm, ResidualAdd, RMSNorm
+from patch.model.products import Products
 
 NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]]] = {
     ("RMSNorm", False): (RMSNorm, HeadRMSNorm),
@@ -89,8 +90,8 @@ class LayerSpecBuilder:
     backends: Backends
     aligned: frozenset[str]
     """The operations (from hf_numerics.layers.sources_of) in Hugging Face's order."""
-    step_weights: StepWeights | None
-    """State of our fp8 products, or None if there are none or they are Transformer Engine's."""
+    products: Products
+    """The products of our linear layers."""
     saved: SavedTensors | None
     """Saved tensors of all stages, or None if activations are not offloaded."""
 
@@ -221,54 +222,45 @@ class LayerSpecBuilder:
         """Return a linear layer of layer `number` (from 1). `aligned`: its product in Hugging Face's order,
         by default HFLinear. `is_input_kept`: another operation keeps the input for backward.
         """
-        params: dict[str, Any] = {"has_bias": has_bias}
-        if self.config.adapter.quantize_base:
-            params["product"] = Nf4Product(self.config.adapter.quantize_base)
-        elif (fp8 := self._fp8_settings(number)) is not None:
-            # With AC=sel, backward recomputes the norms and the MLP's activation.
-            keeps_input = is_input_kept or self.upstream.recompute_granularity == "selective"
-            params["product"] = Fp8Product(fp8, keeps_input=keeps_input)
-        elif self.aligned:
-            params["product"] = aligned or HFLinear()
-        else:
-            # On a CPU collectives are chunked even without overlap, for the same bits.
-            may_have_pieces = self.upstream.tp_comm_overlap or self.upstream.use_cpu_initialization
-            params["in_pieces"] = self.groups.tp.size() > 1 and may_have_pieces
-        return ModuleSpec(module=kind, params=params)
-
-    def _fp8_settings(self, number: int) -> StepWeights | None:
-        """Return the state of the fp8 products of a layer (from 1), or None if it has none."""
-        return self.step_weights if number - 1 in self.config.fp8_layers else None
+        product = self.products.of(number, aligned, is_input_kept=is_input_kept)
+        # On a CPU collectives are chunked even without overlap, for the same bits.
+        may_have_pieces = self.upstream.tp_comm_overlap or self.upstream.use_cpu_initialization
+        in_pieces = product is PLAIN and self.groups.tp.size() > 1 and may_have_pieces
+        return ModuleSpec(
+            module=kind, params={"product": product, "in_pieces": in_pieces, "has_bias": has_bias}
+        )
 
     def _mlp(self, submodules: MLPSubmodules, number: int) -> Any:
-        is_recomputed = self.upstream.recompute_granularity == "selective"
-        fp8 = self._fp8_settings(number)
-        activation = self._activation(notes_amax=fp8 is not None)
-        return mlp_spec(
-            submodules, self.groups.tp, activation, is_recomputed=is_recomputed,
-            num_chunks=self.config.training.mlp_chunks_for_training,
-        )  # fmt: skip
+        params = {
+            "activate": self._activation(notes_amax=self.products.has_casts(number)),
+            "is_recomputed": self.upstream.recompute_granularity == "selective",
+            "num_chunks": self.config.training.mlp_chunks_for_training,
+            "tp_group": self.groups.tp,
+        }
+        return LayerPart(RecomputableMLP, submodules, params)
 
     def _experts(self, shared: MLPSubmodules) -> Any:
         # `shared`: the shared expert's layers. The dispatcher communicates for the other experts' layers.
-        base = self.config.adapter.quantize_base
-        params = {"product": Nf4Product(base)} if base else {}
-        first, second = (ModuleSpec(module=kind, params=params) for kind in (Column, Row))
+        product = {"product": self.products.of_experts()}
+        first, second = (ModuleSpec(module=kind, params=product) for kind in (Column, Row))
         own = MLPSubmodules(linear_fc1=first, linear_fc2=second)
         share = 1 / (self.config.num_micro_batches * self.groups.dp.size())
-        spec = experts_spec(
-            own, shared, self.groups, self._activation(), share=share,
-            is_recomputed=self.upstream.recompute_granularity == "selective",
-            is_grouped=self.backends.is_grouped,
-        )  # fmt: skip
+        activate, is_recomputed = self._activation(), self.upstream.recompute_granularity == "selective"
+        of_experts = {"activate": activate, "is_grouped": self.backends.is_grouped}
+        of_shared = {"activate": activate, "is_recomputed": is_recomputed}
+        parts = MoESubmodules(
+            experts=ModuleSpec(module=LocalExperts, submodules=own, params=of_experts),
+            shared_experts=ModuleSpec(module=SharedExpert, submodules=shared, params=of_shared),
+            router=partial(Router, share=share),
+        )
+        params = {"pg_collection": self.groups}
         if "experts" not in self.aligned:
-            return spec
+            return LayerPart(ExpertsLayer, parts, params)
         family, is_normed = family_of(self.model), not self.model.moe_router_pre_softmax
         assert family is not None, "validate_run refuses it"
-        return aligned_experts_spec(
-            spec.submodules, self.groups, activation_called(self.traits.activation),
-            share=share, is_normed=is_normed, own=family.own_of_router,
-        )  # fmt: skip
+        parts.router = partial(AlignedRouter, share=share, is_normed=is_normed, own=family.own_of_router)
+        params["activate"] = activation_called(self.traits.activation)
+        return LayerPart(AlignedMoELayer, parts, params)
 
     def _activation(self, *, notes_amax: bool = False) -> Activation:
         function, is_fused = self.upstream.activation_func, self.backends.is_fused

@@ -4,8 +4,8 @@ TE fuses each norm with the next linear layer, so parameter names differ from sp
 (`self_attention.linear_qkv.layer_norm_weight` for `input_layernorm.weight`). Checkpoint keys and shapes are
 the same. Import this module only if Transformer Engine is installed.
 
-TE's modules also add `_extra_state` to a checkpoint, a pickle with the scales of delayed fp8 scaling; see
-fp8/te_scales.py.
+TE's modules also add `_extra_state` to a checkpoint, a pickle with the scales of delayed scaling; see
+te_scales.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TEHeadNorm(RMSNorm):
 
 
 class _SaveInputRow(TERowParallelLinear):
-    """Saves its bfloat16 input, which AC=sel recomputes, for backward, instead of an fp8 copy."""
+    """Saves its bfloat16 input, which AC=sel recomputes, for backward, instead of a cast copy."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -95,7 +95,8 @@ class TELayerSpecBuilder(LayerSpecBuilder):
             attention.q_layernorm = attention.k_layernorm = TEHeadNorm
         mlp = layer.submodules.mlp  # a `partial` since megatron-core 0.17
         linear = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-        keeps_copy = not self.upstream.fp8 or self.upstream.fp8_recipe == "delayed"  # TE always keeps it then
+        casts = self.config.casts
+        keeps_copy = not casts.layers or casts.has_old_scales  # TE always keeps it then
         if self.upstream.recompute_granularity == "selective" and not keeps_copy:
             linear.linear_fc2 = _SaveInputRow
         layer.submodules.mlp = self._mlp(linear, number)
@@ -111,8 +112,8 @@ class TELayerSpecBuilder(LayerSpecBuilder):
 
     @property
     def _recompute(self) -> Callable[..., Any]:
-        """With fp8 products, backward must enter TE's context again."""
-        if not self.upstream.fp8:
+        """With casts, backward must enter TE's context again."""
+        if not self.config.casts.layers:
             return super()._recompute
 
         def recompute(compute: Callable[..., Any], is_distributed: bool, hidden: torch.Tensor) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import OptimizerConfig
 from patch.errors import ConfigError, TrainingError
-
-_B = ".lora_B.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +37,14 @@ def default_param_groups(
     config: OptimizerConfig,
     groups: ProcessGroupCollection | None = None,
     *,
-    lora_plus_ratio: float | None = None,
+    rates: Mapping[str, float] = MappingProxyType({}),
 ) -> list[ParamGroup]:
     """Apply megatron-core's rules: matrices decay; vectors (norms, biases) and any "bias" do not.
 
     With a decoupled rate (--decoupled-lr), weights that megatron-core marks as embedding or output layer form
-    separate groups. So do Muon's matrices, and with `lora_plus_ratio` the matrices B of adapters. Distributed
-    experts (marked `allreduce=False`, EP > 1) form separate groups on all ranks, even without experts.
+    separate groups. So do Muon's matrices, and parameters whose names end with a key of `rates`, a factor on
+    the learning rate. Distributed experts (marked `allreduce=False`, EP > 1) form separate groups on all
+    ranks, even without experts.
     Source: megatron/core/optimizer/__init__.py, `get_standard_config_overrides`; there a parameter without
     dimensions decays, here it does not.
     """
@@ -54,12 +54,11 @@ def default_param_groups(
     if groups is not None and ranks_of_experts is not None and ranks_of_experts.size() > 1:
         of_experts = groups.expt_dp
     has_muon = config.optimizer == "muon"
-    factors = (1.0,) if lora_plus_ratio is None else (1.0, lora_plus_ratio)
     members: dict[tuple[bool, dist.ProcessGroup | None, bool, bool, float], list[torch.nn.Parameter]] = {
         (*kind, decays, is_matrix, factor): []
         for kind in ((False, None), (False, of_experts), (is_decoupling, None))
         for decays, is_matrix in ((True, False), (False, False), *([(True, True)] * has_muon))
-        for factor in factors
+        for factor in (1.0, *rates.values())
     }
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -68,7 +67,7 @@ def default_param_groups(
                 holders = None if getattr(parameter, "allreduce", True) else of_experts
                 decays = parameter.ndim > 1 and not name.endswith(".bias")
                 is_matrix = has_muon and parameter.ndim == 2 and not is_marked
-                factor = factors[-1] if name.endswith(_B) else 1.0
+                factor = next((rates[end] for end in rates if name.endswith(end)), 1.0)
                 members[is_marked and is_decoupling, holders, decays, is_matrix, factor].append(parameter)
     return [
         ParamGroup(

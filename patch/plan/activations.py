@@ -246,8 +246,8 @@ def activation_bytes(config: RunConfig, *, cuda: bool, is_first: bool = False) -
     """Return bytes per rank of one layer and micro-batch, by `recompute_granularity`; all layers are equal.
 
     With `--recompute-method block`, "full" holds for the recomputed layers, None for the other layers. Not
-    included are masks of a sliding window, and `--precision-align`. Scales of fp8 numbers and
-    the bf16 layers of an fp8 run are not included. Neither are packing (a CPU may keep the attention output
+    included are masks of a sliding window, and `--precision-align`. Scales of casts, and layers
+    without casts beside others, are not included. Neither are packing (a CPU may keep the attention output
     twice) and allocations of backward.
 
     Args:
@@ -263,7 +263,7 @@ def activation_bytes(config: RunConfig, *, cuda: bool, is_first: bool = False) -
         selective |= dict.fromkeys(("attention_norm", "mlp_norm"), given + behind)
     if config.adapter.is_on:
         whole, selective = _beside_adapters(config, whole, selective, is_first=is_first)
-    # Three fp8 products keep their inputs in fp8: both norms' outputs, and the MLP's product.
+    # Three products that cast their inputs keep the casts: of both norms' outputs, and the MLP's product.
     # Adapters keep these inputs unchanged, and frozen weights keep nothing.
     bytes_kept = size if config.adapter.is_on else PRECISIONS[training.precision].factor_bytes
     mlp = widths(config.model, "mlp", config.parallel.tensor_model_parallel_size)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from patch.config import RunConfig
+from patch.config.choices import PRECISIONS
 from patch.families import traits_of, weight_rows
 from patch.plan.activations import activation_bytes, boundary_bytes, saved_bytes
 from patch.plan.flops import flops_per_step, forward_of_layers, mean_pairs
@@ -58,7 +59,7 @@ def _differences(config: RunConfig) -> str:
         "RMSNorm": traits.normalization == "RMSNorm",
         "an output layer of its own": model.untie_embeddings_and_output_weights,
         "adapters on frozen weights": config.adapter.is_on,
-        "products in fp8": config.is_fp8,
+        f"products in {config.training.precision}": PRECISIONS[config.training.precision].has_casts,
     }
     always = "no dropout, and scores under the mask, which are computed again"
     return ", ".join([*(name for name, is_so in found.items() if is_so), always])

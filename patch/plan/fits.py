@@ -24,13 +24,14 @@ class RankMemory(NamedTuple):
     """Staging buffers of gradients and messages in flight, without the main gradients."""
     gathered: int
     """With ZeRO-3, weights that are whole during a pass."""
-    fp8_weights: int
+    cast_weights: int
+    """Weights in fewer bytes for products, kept during a step."""
     activations: ActivationPeak
 
     @property
     def total(self) -> int:
         """Sum of all fields."""
-        return self.state + self.staging + self.gathered + self.fp8_weights + self.activations.total
+        return self.state + self.staging + self.gathered + self.cast_weights + self.activations.total
 
 
 def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
@@ -38,8 +39,8 @@ def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
 
     def of(rank: int) -> RankMemory:
         state, staging = memory.state_on_device(config, rank), memory.staging_bytes(config, rank, cuda=cuda)
-        gathered, narrow = memory.gathered_unit_bytes(config, rank), memory.fp8_weight_bytes(config, rank)
-        return RankMemory(rank, state, staging, gathered, narrow, activation_peak(config, rank, cuda=cuda))
+        gathered, casts = memory.gathered_unit_bytes(config, rank), memory.cast_weight_bytes(config, rank)
+        return RankMemory(rank, state, staging, gathered, casts, activation_peak(config, rank, cuda=cuda))
 
     return max(map(of, range(config.parallel.pipeline_model_parallel_size)), key=lambda rank: rank.total)
 

@@ -32,8 +32,6 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("A30", 165.0), ("A40", 149.7), ("A10", 125.0), ("L40S", 362.0), ("L40", 181.0), ("L4", 121.0),
 )  # fmt: skip
 """Dense bf16 tensor-core peaks from NVIDIA's data sheets; longer names come before their shorter forms."""
-_8_BITS_FACTOR = 2
-"""Peak of fp8 products over the peak of bf16 products, for all GPUs above that have fp8."""
 
 
 class StepFlops(NamedTuple):
@@ -105,10 +103,10 @@ def _pairs(length: int, width: int) -> int:
 def peak_flops(device_name: str, precision: Precision = "bf16") -> float | None:
     """Return the dense FLOP/s of a GPU by its driver's name for it, or None if unknown; MFU is then null.
 
-    fp8 gives the peak of fp8 products, although attention runs in bf16; fp32 and fp16 give bf16's peak.
+    It is the peak of the layers' products, although attention runs in bf16; for fp32 and fp16 bf16's peak.
     """
     words = device_name.replace("-", " ").split()
     for name, tflops in _PEAK_TFLOPS:
         if all(word in words for word in name.split()):
-            return tflops * 1e12 * (_8_BITS_FACTOR if PRECISIONS[precision].is_fp8 else 1)
+            return tflops * 1e12 * PRECISIONS[precision].peak_factor
     return None

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import MOMENT_BYTES, PRECISIONS
-from patch.config.fields import with_values
 from patch.device import MachineFacts
 from patch.layout.buckets import (
     CHUNK_UNITS,
@@ -113,14 +112,13 @@ def all_bytes(config: RunConfig, pp_rank: int | None) -> RankBytes:
 def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -> list[Unit]:
     """Return the units that a rank frees between passes, in the order of forward; none without ZeRO-3.
 
-    If `as_kept`, count in the dtype of the shards, even if weights are gathered in fp8.
+    If `as_kept`, count in the dtype of the shards, even if weights are gathered in fewer bytes.
     """
     if not config.gathers_weights_per_pass:
         return []
-    if as_kept:
-        config = with_values(config, fp8_param_gather=False)
     place, pp_size = place_of(config, pp_rank), config.parallel.pipeline_model_parallel_size
-    return [unit for stage in parameters.freed_units(config)[place::pp_size] for unit in stage]
+    stages = parameters.freed_units(config, as_kept=as_kept)[place::pp_size]
+    return [unit for stage in stages for unit in stage]
 
 
 def _own_bytes(config: RunConfig, pp_rank: int | None) -> int:
@@ -141,8 +139,9 @@ def gathered_unit_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
 
 def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
     """Return the bytes of the trained weights as layers read them, and as replicas gather them."""
-    weights = parameters_of(config, pp_rank) * element_bytes(config.training.precision)
-    return weights - (_elements_in_fp8(config, pp_rank) if config.gathers_fp8_weights else 0)
+    sizes = PRECISIONS[config.training.precision]
+    saved = (sizes.weight_bytes - sizes.factor_bytes) * _gathered_casts(config, pp_rank)
+    return parameters_of(config, pp_rank) * sizes.weight_bytes - saved
 
 
 def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = None) -> int:
@@ -204,22 +203,28 @@ def _dummy_wgrad_bytes(config: RunConfig, *, cuda: bool) -> int:
     return largest * element_bytes(config.training.precision)
 
 
-def fp8_weight_bytes(config: RunConfig, pp_rank: int) -> int:
-    """Return the bytes of fp8 weights that a rank keeps during a step.
+def cast_weight_bytes(config: RunConfig, pp_rank: int) -> int:
+    """Return the bytes of cast weights (`Casts`) that a rank keeps during a step.
 
-    Each matrix exists twice, for products along rows and along columns; a gathered fp8 weight is one of them.
+    Each matrix exists twice, for products along rows and along columns; a gathered cast is one of them.
     """
-    if not config.keeps_fp8_weights:
+    if not config.casts.are_kept:
         return 0
-    return (1 if config.gathers_fp8_weights else 2) * _elements_in_fp8(config, pp_rank)
+    copies = 2 * _cast_elements(config, pp_rank) - _gathered_casts(config, pp_rank)
+    return copies * PRECISIONS[config.training.precision].factor_bytes
 
 
-def _elements_in_fp8(config: RunConfig, pp_rank: int | None) -> int:
-    """Elements of a rank's fp8 weights, without weights too small to be freed."""
-    below = config.optimizer.param_persistence_threshold if config.gathers_weights_per_pass else 0
-    is_in_fp8 = (layer in config.fp8_layers for layer in range(config.model.num_layers))
+def _gathered_casts(config: RunConfig, pp_rank: int | None) -> int:
+    return _cast_elements(config, pp_rank) if config.casts.are_gathered else 0
+
+
+def _cast_elements(config: RunConfig, pp_rank: int | None) -> int:
+    """Elements of the weights that a rank's layers cast, without weights too small to be freed."""
+    below, layers = config.optimizer.param_persistence_threshold, config.casts.layers
+    below = below if config.gathers_weights_per_pass else 0
+    is_cast = (layer in layers for layer in range(config.model.num_layers))
     of_rank = slice(place_of(config, pp_rank), None, config.parallel.pipeline_model_parallel_size)
-    number = sum(map(sum, parameters.by_stage(is_in_fp8, config.stage_layers)[of_rank]))
+    number = sum(map(sum, parameters.by_stage(is_cast, config.stage_layers)[of_rank]))
     return number * sum(each for each in parameters.matrices_per_rank(config) if each >= below)
 
 
@@ -273,9 +278,9 @@ def state_on_device(config: RunConfig, pp_rank: int | None = None) -> int:
 
 def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
     extra = 0
-    if config.gathers_fp8_weights and not config.gathers_weights_per_pass:  # else they are the weight shards
-        # The high halves of master weights, which layers do not read in this case.
-        extra = _elements_in_fp8(config, pp_rank) * element_bytes("bf16")
+    if not config.gathers_weights_per_pass:  # else they are the weight shards
+        # The high halves of master weights, which layers do not read if casts are gathered.
+        extra = _gathered_casts(config, pp_rank) * element_bytes(config.training.precision)
     of_element, is_shared = state_bytes(config), config.zero_stage.shards_states
     kept = parameters.elements_kept_per_rank(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
     if config.optimizer.optimizer != "muon":

@@ -224,16 +224,16 @@ class Unit(NamedTuple):
 
 
 @lru_cache(maxsize=256)  # a search of layouts asks for the same runs many times
-def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
+def freed_units(config: RunConfig, *, as_kept: bool = False) -> tuple[tuple[Unit, ...], ...]:
     """Return the units of each stage that ZeRO-3 frees: embedding, layers, output layer; in order of forward.
 
     Parameters below `--param-persistence-threshold` stay whole. So does a tied embedding that one stage reads
-    at both ends. Trained adapters are not counted.
+    at both ends. Trained adapters are not counted. `as_kept`: see `memory.units_of`.
     """
-    model, size = config.model, element_bytes(config.training.precision)
+    model, sizes, casts = config.model, PRECISIONS[config.training.precision], config.casts
     parallel, experts, stage_layers = config.parallel, config.experts, config.stage_layers
     below = config.optimizer.param_persistence_threshold
-    in_fp8 = config.fp8_layers if config.gathers_fp8_weights else range(0)
+    cast_layers = casts.layers if casts.are_gathered and not as_kept else range(0)
     format = config.adapter.quantize_base
     packed = {row.name for row in base_rows(model)} if format else set()
     has_two_ends = len(stage_layers) == 1 and not model.untie_embeddings_and_output_weights
@@ -243,13 +243,13 @@ def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
         of_one = elements // (row.num_experts // experts.expert_model_parallel_size if is_of_expert else 1)
         if of_one < below or (has_two_ends and not row.is_per_layer):
             continue
-        num_bytes = elements * size
+        num_bytes = elements * sizes.weight_bytes
         if format and row.name in packed:
             num_bytes = _packed_bytes(row, parallel, experts, elements, format)
         units = layers if row.is_per_layer else before if row.is_before_layers else after
-        narrow = in_fp8 if row.is_per_layer and row.is_matrix else ()
+        narrow = cast_layers if row.is_per_layer and row.is_matrix else ()
         for index in row.layers:
-            units[index][is_of_expert] += elements if index in narrow else num_bytes
+            units[index][is_of_expert] += elements * sizes.factor_bytes if index in narrow else num_bytes
     stages = by_stage(layers, stage_layers)
     stages[0] = before + stages[0]
     stages[-1] += after

@@ -43,7 +43,7 @@ def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, li
     chosen: list[str] = []
     for choose in (
         resolve_tp_comm_overlap, resolve_transformer_impl,  # Transformer Engine's layers do not overlap
-        resolve_sharding, lambda run, _: resolve_cp_comm_type(run), resolve_fp8_weights,
+        resolve_sharding, lambda run, _: resolve_cp_comm_type(run), resolve_cast_weights,
         resolve_activations, resolve_weights,
     ):  # fmt: skip
         config, lines = choose(config, machine)
@@ -149,23 +149,23 @@ def resolve_tp_comm_overlap(config: RunConfig, machine: MachineFacts) -> tuple[R
     return with_values(config, tp_comm_overlap=chosen), [line]
 
 
-def resolve_fp8_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    """Keep no fp8 weights (--disable-parameter-transpose-cache) if they do not fit.
+def resolve_cast_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """Keep no cast weights (--disable-parameter-transpose-cache) if they do not fit.
 
     Call it before `resolve_activations`. With AC=auto they must fit while all activations are kept:
-    recomputing a layer costs more than making its fp8 weights again.
+    recomputing a layer costs more than casting its weights again.
     """
-    if not config.keeps_fp8_weights:
+    if not config.casts.are_kept:
         return config, []
     no_cache = (changed(disable_parameter_transpose_cache=True),)
     ways, kept = [Candidates(()), Candidates(no_cache)], _while_auto(config, RecomputePlan())
-    space = SearchSpace(ways=ways, cost=lambda run: not run.keeps_fp8_weights)
+    space = SearchSpace(ways=ways, cost=lambda run: not run.casts.are_kept)
     if best(kept, machine, space)[0].run == kept:
         return config, []
     rank = heaviest_rank(kept, cuda=bool(machine.cuda_devices))
     line = (
-        f"fp8 weights are quantized in every micro-batch: no room to keep {size_text(rank.fp8_weights)} "
-        f"beside the {size_text(rank.total - rank.fp8_weights)} of a rank"
+        f"{config.training.precision} weights are quantized in every micro-batch: no room to keep "
+        f"{size_text(rank.cast_weights)} beside the {size_text(rank.total - rank.cast_weights)} of a rank"
     )
     return with_changes(config, no_cache), [line]
 

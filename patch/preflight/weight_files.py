@@ -19,6 +19,7 @@ from patch.config.schema import ModelConfig, RunConfig
 from patch.errors import ConversionError, about, nearest
 from patch.families import StackedPart, stacked_part
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig, hf_tensors
+from patch.families.deepseek import BLOCK_SCALES
 from patch.families.weights import OUTPUT, HFTensor
 from patch.preflight.checkpoint_places import existing_checkpoint_root
 from patch.preflight.hub_names import first_weights
@@ -41,10 +42,6 @@ _ADAPTER_CURE = ("give the model that it is an adapter of", "lora_load")
 """Advice on tensors that do not fit, and the field to change."""
 _DERIVED = "rotary_emb.inv_freq"
 """RoPE frequencies in old folders; they follow from config.json."""
-_FP8, _SCALE = "F8_E4M3", "_scale_inv"
-"""dtype of weights in 8 bits, and the end of the name of their scales (DeepSeek-V3)."""
-FP8_BLOCK = 128
-"""Rows and columns of a weight in 8 bits that share a scale."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -130,11 +127,12 @@ class WeightHeaders:
             self._check_tensor(tensor)
         layers = tuple(f"model.layers.{number}." for number in further)
         others = (each for each in sorted(self.stored) if each.name.startswith(layers))
-        self.further = [tensor for tensor in others if not tensor.name.endswith(_SCALE)]
+        self.further = [tensor for tensor in others if not tensor.name.endswith(BLOCK_SCALES.suffix)]
         for tensor in self.further:
             self._check_tensor(tensor)
         known = {tensor.name for tensor in [*expected, *self.further]} | unused | used
-        known |= {name + _SCALE for name, header in self._headers.items() if header.scales is not None}
+        in_8_bits = (name for name, header in self._headers.items() if header.scales is not None)
+        known |= {name + BLOCK_SCALES.suffix for name in in_8_bits}
         extra = [name for name in self._headers if name not in known and not name.endswith(_DERIVED)]
         if extra:
             header = self._headers[extra[0]]
@@ -168,9 +166,9 @@ class WeightHeaders:
                 f"searched{nearest(tensor.name, sorted(self._headers))}"
             )
         header = self._headers[tensor.name]
-        scales = self._headers.get(tensor.name + _SCALE)
-        blocks = tuple(-(-size // FP8_BLOCK) for size in header.shape)  # the last may be smaller
-        if header.dtype == _FP8 and scales is not None and scales.shape == blocks:
+        scales = self._headers.get(tensor.name + BLOCK_SCALES.suffix)
+        blocks = tuple(-(-size // BLOCK_SCALES.size) for size in header.shape)
+        if header.dtype == BLOCK_SCALES.dtype and scales is not None and scales.shape == blocks:
             header = self._headers[tensor.name] = header._replace(dtype="BF16", scales=scales)
         if header.shape != tensor.shape:
             raise ConversionError(

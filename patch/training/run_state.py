@@ -37,8 +37,8 @@ from patch.distributed.groups import seed_generators
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
-from patch.model.fp8.te_scales import restore_scales
 from patch.model.nf4_product import dequantize
+from patch.model.te_scales import restore_scales
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.storage.names import iteration_name
 from patch.storage.places import AnyPath

@@ -25,6 +25,7 @@ from patch.data.order import StepReader
 from patch.device import DeviceContext, usable_memory
 from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none, from_rank_0
+from patch.families.adapters import SECOND_FACTOR
 from patch.logger import get_logger
 from patch.memory import SavedTensors, SimulatedDevice
 from patch.model import (
@@ -161,14 +162,14 @@ def build_run_optimizer(
     Raises:
         torch.OutOfMemoryError: --simulated-device-memory is too small for the buffers.
     """
+    ratio = config.adapter.lora_plus_ratio
+    rates = {} if ratio is None else {SECOND_FACTOR: ratio}
     optimizer = build_optimizer(
         stages,
         config.optimizer,
         config.zero_stage,
         groups,
-        param_groups=default_param_groups(
-            stages, config.optimizer, groups, lora_plus_ratio=config.adapter.lora_plus_ratio
-        ),
+        param_groups=default_param_groups(stages, config.optimizer, groups, rates=rates),
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
         model_state=sharded_weights(stages) if config.optimizer.rounds_stochastically else None,
         matrices=_matrices(stages, config, groups) if config.optimizer.optimizer == "muon" else None,

@@ -17,6 +17,7 @@ ROWS = {
     "patch.flag_field": 0,
     "patch.device": 0,
     "patch.fp8": 0,
+    "patch.amax": 0,
     "patch.progress": 1,
     "patch.storage": 1,
     "patch.families": 1,

@@ -15,8 +15,8 @@ from hf_families import family_model, family_run
 from small_runs import ON_HOST, hf_llama, small_run
 from training_runs import CPU, build_seeded_run, transformers_steps
 
+from patch.amax import noted_amax
 from patch.device import DeviceContext
-from patch.fp8 import noted_amax
 from patch.model import initialize_weights
 from patch.training.evaluation import evaluate
 from patch.training.setup import Run

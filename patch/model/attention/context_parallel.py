@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend
 from patch.distributed.context_group import ContextGroup, join_parts, split_parts
 from patch.model.attention.core_attention import CausalAttention
 from patch.model.attention.packed_sequences import PackedSequences
-from patch.model.attention.ring_attention import RingKernels, attend_around_ring
+from patch.model.attention.ring_attention import RingAttention, RingKernels
 from patch.model.attention.ring_tiles import PlacedSequence, tiles_of_piece
 
 
@@ -67,7 +67,7 @@ class ContextParallelAttention(CausalAttention):
         has_few_shapes = packed is None and self.window is None
         takes_cudnn = has_few_shapes and self.backends[:1] == [SDPBackend.CUDNN_ATTENTION]
         kernels = RingKernels(self.scale, self._is_fused, takes_cudnn)
-        context = attend_around_ring(query, key, value, self.group, tiles, kernels)
+        context = RingAttention.apply(query, key, value, self.group, tiles, kernels)
         return context.permute(2, 0, 1, 3).flatten(2)
 
 

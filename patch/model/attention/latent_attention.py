@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from patch.model.attention.rotary_attention import ApplyRotary, TableAttention
+from patch.model.attention.rotary_attention import TableAttention, rotate
 from patch.model.hf_numerics.layers import HFLinear
 from patch.model.linear import PLAIN, Column
 
@@ -87,7 +87,7 @@ class LatentAttention(TableAttention, MLASelfAttention):
         """Rotate heads [S, B, heads, R] with interleaved pairs; the output has two halves instead."""
         assert self._table is not None, "called by forward only"
         halves = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return ApplyRotary.apply(halves, self._table, self._kernels)
+        return rotate(halves, self._table, self._kernels)
 
     def _prepare(self, layer: Any) -> None:
         """Give a down projection, a layer of megatron-core, our product."""

@@ -12,14 +12,12 @@ changes what stages send to each other. Its RoPE makes the host wait for the GPU
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from patch.device import send
 from patch.distributed.context_group import WHOLE, Zigzag
-from patch.model.attention.rotary import RotaryTable
 
 
 @dataclass(kw_only=True)
@@ -56,41 +54,22 @@ class PackedSequences(PackedSeqParams):
         lengths = cu_seqlens.diff().long()
         begins = cu_seqlens[:-1].long().repeat_interleave(lengths)
         positions = (torch.arange(len(begins)) - begins).view(len(tokens), -1)
-        borders, longest = send(cu_seqlens, device), int(lengths.max())
-        return cls(
-            qkv_format="sbhd",
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            lengths=lengths.tolist(),
-            position_ids=send(zigzag.cut(positions, 1), device),
-        )
+        positions = send(zigzag.cut(positions, 1), device)
+        return cls._within(send(cu_seqlens, device), lengths.tolist(), positions)
 
     @classmethod
     def of_rows(cls, num_rows: int, length: int, device: torch.device) -> PackedSequences:
         """Return rows of one sequence of `length` tokens each, for kernels that need packed sequences."""
         borders = torch.arange(0, (num_rows + 1) * length, length, dtype=torch.int32, device=device)
+        positions = torch.arange(length, device=device).expand(num_rows, -1)
+        return cls._within(borders, [length] * num_rows, positions)
+
+    @classmethod
+    def _within(
+        cls, borders: torch.Tensor, lengths: list[int], position_ids: torch.Tensor
+    ) -> PackedSequences:
+        longest = max(lengths)
         return cls(
-            qkv_format="sbhd",
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
-            max_seqlen_q=length,
-            max_seqlen_kv=length,
-            lengths=[length] * num_rows,
-            position_ids=torch.arange(length, device=device).expand(num_rows, -1),
-        )
-
-
-def give_own_positions(
-    decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], *, table: RotaryTable
-) -> Any:
-    """Forward pre-hook of TransformerBlock: replace RoPE's table by one with positions within each sequence.
-
-    megatron-core passes the table of an unpacked row, [2, S / CP, 1, 1, D / 2]. With packed sequences the
-    table is [2, S / CP, B, 1, D / 2].
-    """
-    packed = kwargs["packed_seq_params"]
-    if packed is None:
-        return None
-    return args, kwargs | {"rotary_pos_emb": table.at(packed.position_ids.t())}
+            qkv_format="sbhd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest,
+            max_seqlen_kv=longest, lengths=lengths, position_ids=position_ids,
+        )  # fmt: skip

@@ -38,23 +38,13 @@ class RingKernels(NamedTuple):
     """Whether cuDNN computes attention where possible."""
 
 
-def attend_around_ring(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    group: ContextGroup,
-    tiles: Tiles,
-    kernels: RingKernels,
-) -> torch.Tensor:
-    """Attend from this rank's queries to the keys of all ranks. A collective over the group.
+class RingAttention(torch.autograd.Function):
+    """Attention from this rank's queries to the keys of all ranks. A collective over the group.
 
-    [B, N, s, D] and [B, G, s, D] in, with G dividing N; [B, N, s, D] out. In `tiles`, every query must see a
-    key of this rank's own piece.
+    `apply` takes [B, N, s, D] and [B, G, s, D], with G dividing N, and returns [B, N, s, D]. In `tiles`,
+    every query must see a key of this rank's own piece.
     """
-    return _RingAttention.apply(query, key, value, group, tiles, kernels)
 
-
-class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -65,6 +55,7 @@ class _RingAttention(torch.autograd.Function):
         tiles: Tiles,
         kernels: RingKernels,
     ) -> torch.Tensor:
+        """See the class."""
         out = _wide_like(query, torch.empty if kernels.is_fused else torch.zeros)
         lse = torch.full(query.shape[:-1], -torch.inf, dtype=out.dtype, device=query.device)
         piece = torch.stack((key, value))
@@ -82,6 +73,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of queries, keys and values."""
         query, piece, out, lse = ctx.saved_tensors
         of_query, (rank, num_ranks) = _wide_like(query, torch.zeros), ctx.group.zigzag
         returning: Shift | None = None

@@ -7,6 +7,8 @@ needs only attention's q, k and v. The bits are megatron-core's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch.autograd.function import once_differentiable
 
 from patch.model.kernels import LayerKernels, layer_kernels
+
+_Turn = Callable[..., Any]
 
 
 class Turns(NamedTuple):
@@ -69,7 +73,8 @@ class RotaryAttention(TableAttention, SelfAttention):
         table = self._table
         mixed, sizes = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
         if self._is_one_step:
-            return _SplitAndApplyRotary.apply(mixed, table if table.ndim == 5 else table[0], self._kernels)
+            first = table if table.ndim == 5 else table[0]
+            return _ByTable.apply(mixed, first, self._kernels.split_qkv, self._kernels.join_qkv)
         # Views would keep the merged product in memory until backward.
         query, key, value = (part.contiguous() for part in mixed.split(sizes, dim=-1))
         query = query.unflatten(-1, (-1, value.shape[-1])).flatten(2, 3)
@@ -88,41 +93,29 @@ class RotaryAttention(TableAttention, SelfAttention):
         turned, rest = heads[..., : self._turns.channels], heads[..., self._turns.channels :]
         if self._turns.is_interleaved:
             turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        turned = ApplyRotary.apply(turned, table, self._kernels)
+        turned = rotate(turned, table, self._kernels)
         return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-class ApplyRotary(torch.autograd.Function):
-    """Rotation of heads [S, B, heads, D] by a table."""
+def rotate(heads: torch.Tensor, table: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
+    """Rotate heads [S, B, heads, D] by a table; see LayerKernels."""
+    turned: torch.Tensor = _ByTable.apply(
+        heads, table, partial(kernels.rotate, back=False), partial(kernels.rotate, back=True)
+    )
+    return turned
+
+
+class _ByTable(torch.autograd.Function):
+    """An operation on a tensor and a table; backward needs the table alone."""
 
     @staticmethod
-    def forward(ctx: Any, heads: torch.Tensor, table: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
-        """See LayerKernels."""
+    def forward(ctx: Any, given: torch.Tensor, table: torch.Tensor, compute: _Turn, back: _Turn) -> Any:
         ctx.save_for_backward(table)
-        ctx.kernels = kernels
-        return kernels.rotate(heads, table, back=False)
+        ctx.back = back
+        return compute(given, table)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient, rotated back."""
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (table,) = ctx.saved_tensors
-        return ctx.kernels.rotate(gradient, table, back=True), None, None
-
-
-class _SplitAndApplyRotary(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, mixed: torch.Tensor, table: torch.Tensor, kernels: LayerKernels
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(table)
-        ctx.kernels = kernels
-        return kernels.split_qkv(mixed, table)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None]:
-        (table,) = ctx.saved_tensors
-        return ctx.kernels.join_qkv(query, key, value, table), None, None
+        return ctx.back(*gradients, table), None, None, None

@@ -11,14 +11,12 @@ A rank's tokens are [S, B, H]. Weights, names and checkpoint keys of an expert a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -26,7 +24,6 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
@@ -40,7 +37,7 @@ from patch.model.experts.grouped import (
     weighted_activation,
 )
 from patch.model.linear import PLAIN
-from patch.model.mlp import Activation, LayerPart, through_layers
+from patch.model.mlp import Activation, through_layers
 from patch.model.weight_gradient import weight_gradient
 
 EXTRA_STATS = ("dropped", "aux_loss", "z_loss")
@@ -402,24 +399,3 @@ class SharedExpert(SharedExpertMLP):
         if self.gate_weight is not None:
             output = output * linear(hidden_states, self.gate_weight).sigmoid()
         return output
-
-
-def experts_spec(
-    experts: MLPSubmodules,
-    shared: MLPSubmodules,
-    groups: ProcessGroupCollection,
-    activate: Activation,
-    *,
-    share: float,
-    is_recomputed: bool,
-    is_grouped: bool,
-) -> LayerPart:
-    """Return the specification of a layer's experts; `experts` and `shared` are two linear layers each."""
-    of_experts = {"activate": activate, "is_grouped": is_grouped}
-    of_shared = {"activate": activate, "is_recomputed": is_recomputed}
-    parts = MoESubmodules(
-        experts=ModuleSpec(module=LocalExperts, submodules=experts, params=of_experts),
-        shared_experts=ModuleSpec(module=SharedExpert, submodules=shared, params=of_shared),
-        router=partial(Router, share=share),
-    )
-    return LayerPart(ExpertsLayer, parts, {"pg_collection": groups})

@@ -14,25 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from patch.fp8 import SIGN_AND_EXPONENT, SMALLEST_AMAX, Fp8Matrix, Fp8Operands, noted_amax, padded
+from patch.amax import noted_amax
+from patch.fp8 import SIGN_AND_EXPONENT, SMALLEST_AMAX, Fp8Matrix, Fp8Operands, padded
 
 _ROWS, _COLUMNS = 64, 128
 """Rows and columns of a tile, which a program keeps in registers and transposes through shared memory."""
 _KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 _SMALLEST = tl.constexpr(SMALLEST_AMAX)
 _EXPONENT = tl.constexpr(SIGN_AND_EXPONENT)
-
-
-def quantize(
-    matrix: torch.Tensor,
-    dtype: torch.dtype,
-    scale_inv: torch.Tensor | None = None,
-    agree: Callable[[torch.Tensor], None] | None = None,
-) -> Fp8Matrix:
-    """See matrix.quantize."""
-    found = quantize_operands(matrix, dtype, columns=False, scale_inv=scale_inv, agree=agree).rows
-    assert found is not None
-    return found
 
 
 def quantize_operands(
@@ -44,7 +33,7 @@ def quantize_operands(
     scale_inv: torch.Tensor | None = None,
     agree: Callable[[torch.Tensor], None] | None = None,
 ) -> Fp8Operands:
-    """See matrix.factors and, for `agree`, matrix.quantize."""
+    """See matrix.quantize_operands and, for `agree`, matrix.quantize."""
     is_known = scale_inv is not None
     scale = matrix.new_empty((), dtype=torch.float32) if scale_inv is None else scale_inv
     bits = scale.view(torch.int32) if is_known else _amax_bits(matrix, is_whole=agree is None)

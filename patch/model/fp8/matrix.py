@@ -18,9 +18,10 @@ from types import ModuleType
 import torch
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
+from patch.amax import largest_of, noted_amax
 from patch.compat import cublaslt
 from patch.compat.torch_internals import has_kernel
-from patch.fp8 import Fp8Matrix, Fp8Operands, cast, largest_of, noted_amax, padded, scale_inv_of
+from patch.fp8 import Fp8Matrix, Fp8Operands, cast, padded, scale_inv_of
 
 _IS_ON_CPU = has_kernel("aten::_scaled_mm_v2", "CPU")
 """torch 2.13 has fp8 products on the CPU, torch 2.11 only on GPUs."""
@@ -60,7 +61,8 @@ def quantize(
             Bits, because communication libraries may lose a NaN among floats.
     """
     if matrix.is_cuda:
-        return _kernels().quantize(matrix, dtype, scale_inv, agree)
+        quantize_cuda = _kernels().quantize_operands
+        return quantize_cuda(matrix, dtype, columns=False, scale_inv=scale_inv, agree=agree).rows
     if scale_inv is None:
         amax = noted_amax(matrix) if agree is None else None
         amax = largest_of(matrix) if amax is None else amax

@@ -32,7 +32,6 @@ from typing import Self
 import torch
 
 from patch.config.choices import Fp8Format
-from patch.config.schema import RunConfig
 from patch.fp8 import Fp8Matrix, Fp8Operands
 from patch.model.fp8.matrix import add_product, product, quantize, quantize_operands, transposed
 from patch.model.linear import Product, TPCollectives
@@ -57,14 +56,6 @@ class StepWeights:
         self._weights: list[Fp8Weight] = []
         self.is_open = False
         """Whether operands or scales that are made now are kept."""
-
-    @classmethod
-    def of(cls, config: RunConfig) -> StepWeights | None:
-        """Return the fp8 weights of a model, or None if its products are not fp8."""
-        if not config.is_fp8:
-            return None
-        form, keeps = config.training.fp8_format or "hybrid", config.keeps_fp8_weights
-        return cls(form, keeps_weights=keeps, param_gather=config.training.fp8_param_gather)
 
     def new(self) -> Fp8Weight:
         """Return the state for the weight of one layer."""
@@ -165,7 +156,7 @@ class Fp8Product(Product):
         if messages.is_cut:
             rows, columns = self._of_cut_input(matrix, messages, columns=in_fp8)
         else:
-            rows, columns = self._of_input(matrix, rows=True, columns=in_fp8)
+            rows, columns = quantize_operands(matrix, _WIDE, columns=in_fp8)
         assert rows is not None
         output = product(rows, self._weight.rows(weight), input.dtype, fast=True)
         return output.view(-1, *input.shape[1:-1], len(weight)), columns or ((input,) if keeps else ())
@@ -196,7 +187,7 @@ class Fp8Product(Product):
         of_input: Fp8Matrix | None
         if self._keeps_input:
             (whole,) = kept
-            _, of_input = self._of_input(whole.reshape(-1, whole.shape[-1]), rows=False, columns=True)
+            _, of_input = quantize_operands(whole.reshape(-1, whole.shape[-1]), _WIDE, rows=False)
         else:
             of_input = Fp8Matrix(*kept)
             of_input = transposed(of_input) if messages.is_cut else of_input
@@ -207,9 +198,6 @@ class Fp8Product(Product):
         total, is_first = writer.open()
         add_product(total, columns, of_input, dtype, overwrite=is_first)
         return writer.dummy_wgrad()
-
-    def _of_input(self, matrix: torch.Tensor, *, rows: bool, columns: bool) -> Fp8Operands:
-        return quantize_operands(matrix, _WIDE, rows=rows, columns=columns)
 
     def _of_cut_input(
         self, part: torch.Tensor, messages: TPCollectives, *, columns: bool

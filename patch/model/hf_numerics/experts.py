@@ -10,16 +10,14 @@ Shapes: S sequence, B micro-batch, T = B x S tokens, batch first, H hidden, K ex
 from __future__ import annotations
 
 from collections.abc import Set
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from patch.model.experts.layer import GroupLimitedTopK, Router
-from patch.model.mlp import Activation, LayerPart
+from patch.model.mlp import Activation
 
 
 class AlignedRouter(Router):
@@ -121,18 +119,3 @@ class AlignedMoELayer(MoELayer):
             result = result * weights[rows, places, None]
             output.index_add_(0, rows, result.to(output.dtype))
         return output
-
-
-def aligned_experts_spec(
-    parts: MoESubmodules,
-    groups: ProcessGroupCollection,
-    activate: Activation,
-    *,
-    share: float,
-    is_normed: bool,
-    own: Set[str],
-) -> LayerPart:
-    """Return the specification of a layer's experts, from the `parts` of `experts_spec`."""
-    parts.router = partial(AlignedRouter, share=share, is_normed=is_normed, own=own)
-    params = {"activate": activate, "pg_collection": groups}
-    return LayerPart(AlignedMoELayer, parts, params)

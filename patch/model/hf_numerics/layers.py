@@ -120,14 +120,20 @@ class HFLinear(Product):
     def multiply(
         self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Multiply [B, S, inputs] by the weight; [B, S, outputs] out."""
-        return self._part(0, hidden_bsh, weight, bias)
+        """Multiply [B, S, inputs] by each part of the weight; [B, S, outputs] out."""
+        outputs: list[torch.Tensor] = []
+        biases = [None] * self.num_parts if bias is None else self._split(bias)
+        for number, of_part in enumerate(zip(self._split(weight), biases, strict=True)):
+            output = F.linear(hidden_bsh, *of_part)
+            outputs.append(output if self.adapt is None else self.adapt(number, output, hidden_bsh))
+        return self._merge(outputs)
 
-    def _part(
-        self, number: int, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        output = F.linear(hidden_bsh, weight, bias)
-        return output if self.adapt is None else self.adapt(number, output, hidden_bsh)
+    def _split(self, merged: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of each part of a weight or a bias."""
+        return [merged] if self.num_parts == 1 else list(merged.chunk(self.num_parts))
+
+    def _merge(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 class SeparateQKV(HFLinear):
@@ -140,35 +146,20 @@ class SeparateQKV(HFLinear):
         self._queries = config.num_attention_heads // config.num_query_groups
         self._head_size = config.kv_channels
 
-    def multiply(
-        self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """[B, S, H] in; the queries, the key and the value of each group out."""
-        heads = self._split(weight)
-        weights = [rows.flatten(0, 2) for rows in heads]
-        biases = [None] * 3 if bias is None else [rows.flatten() for rows in self._split(bias)]
-        outputs = [self._part(number, hidden_bsh, weights[number], biases[number]) for number in range(3)]
-        merged = torch.cat([output.unflatten(-1, (len(heads[0]), -1)) for output in outputs], dim=-1)
-        return merged.flatten(-2)
-
     def _split(self, merged: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows of q, k and v, each [groups, heads, head size, ...]."""
         heads = merged.unflatten(0, (-1, self._queries + 2, self._head_size))
-        return list(heads.split([self._queries, 1, 1], dim=1))
+        return [rows.flatten(0, 2) for rows in heads.split([self._queries, 1, 1], dim=1)]
+
+    def _merge(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """Return the queries, the key and the value of each group."""
+        groups = outputs[1].shape[-1] // self._head_size
+        return torch.cat([output.unflatten(-1, (groups, -1)) for output in outputs], dim=-1).flatten(-2)
 
 
 class SeparateGateUp(HFLinear):
     """Two products of one merged parameter, for the same reason as in SeparateQKV."""
 
     num_parts = 2
-
-    def multiply(
-        self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """[B, S, H] in; concatenated gate and up out. The caller adds the bias."""
-        assert bias is None
-        halves = enumerate(weight.chunk(2))
-        return torch.cat([self._part(number, hidden_bsh, half, None) for number, half in halves], dim=-1)
 
 
 def batch_first_silu(gate_sbf: torch.Tensor) -> torch.Tensor:

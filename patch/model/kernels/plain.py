@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from patch.fp8 import largest_of
+from patch.amax import largest_of
 
 
 def swiglu(gate_up: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:

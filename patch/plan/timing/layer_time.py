@@ -43,7 +43,7 @@ class LayerTime(NamedTuple):
     products: float
     attention: float
     memory: float
-    """Norms, residuals, RoPE and SwiGLU; casts to fp8."""
+    """Norms, residuals, RoPE and SwiGLU; casts of products' inputs."""
     tensor: float
     """Exposed messages of TP."""
     context: float
@@ -193,9 +193,11 @@ class _Products:
             again = len(cut) if is_cut and not is_forward else 0  # inputs of weights' gradients
             pieces = tp_size - 1 if is_cut else 2 * tp_size
             return seconds, pieces * (len(found) + again) if machine.is_gpu else 0
-        if is_cut and config.is_fp8:  # after a small all-reduce of the absolute maxima
-            half, none = (links.tp_collective_seconds(config, machine, share) for share in (0.5, 0.0))
-            gather = half + 2 * none
+        sizes = PRECISIONS[config.training.precision]
+        if is_cut and sizes.has_casts:  # after a small all-reduce of the absolute maxima
+            shares = sizes.factor_bytes / sizes.weight_bytes, 0.0
+            part, none = (links.tp_collective_seconds(config, machine, share) for share in shares)
+            gather = part + 2 * none
         if is_forward:  # with SP four gathers and sums, else two all-reduces, each twice as long
             return len(summed) * once + len(cut) * gather, 0
         if not is_cut:
@@ -245,10 +247,10 @@ def _traffic(config: RunConfig) -> tuple[float, float, float]:
     norms, residuals, rope, swiglu = 2 * 2 * hidden, 2 * 3 * hidden, 2 * attention.out_features, sum(mlp)
     forward = norms + residuals + rope + swiglu
     backward = 2 * 3 * hidden + residuals + rope + 2 * swiglu
-    if config.is_fp8:  # each factor is read twice, for its absolute maximum and its cast, and written
-        inputs = 2 * model.hidden_size + attention.in_features + mlp.in_features
-        forward += (2 * hidden + attention.in_features + mlp.in_features) * 5 / size
-        backward += (inputs + attention.out_features + mlp.out_features) * 5 / size
+    of_cast = PRECISIONS[config.training.precision].cast_bytes / size
+    inputs = 2 * model.hidden_size + attention.in_features + mlp.in_features
+    forward += (2 * hidden + attention.in_features + mlp.in_features) * of_cast
+    backward += (inputs + attention.out_features + mlp.out_features) * of_cast
     tokens = config.micro_batch_tokens
     return tokens * size * forward, tokens * size * backward, tokens * size * (norms + swiglu)
 

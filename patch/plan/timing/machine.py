@@ -107,11 +107,11 @@ class Machine:
         """Return the dense FLOP/s of a device; a device without fp8 products gets its bf16 peak for fp8."""
         if precision == "fp32":
             return self.fp32_flops
-        return (self.fp8_flops if PRECISIONS[precision].is_fp8 else 0.0) or self.bf16_flops
+        return (self.fp8_flops if PRECISIONS[precision].has_casts else 0.0) or self.bf16_flops
 
     def gemm_share(self, precision: Precision) -> float:
         """Return the share of `peak_flops` that large products reach."""
-        return self.reached.gemm_fp8 if PRECISIONS[precision].is_fp8 else self.reached.gemm
+        return self.reached.gemm_fp8 if PRECISIONS[precision].has_casts else self.reached.gemm
 
     @property
     def sustained(self) -> float:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from patch.config.choices import PRECISIONS
 from patch.data import Batch, Sample, collate
 from patch.data.packing import pack
 from patch.data.samples import cut_batch
@@ -29,8 +30,8 @@ _ROWS_OF_A_STAGE = 4
 """Rows per pipeline stage in one pass of the schedule: enough to keep the bubble small."""
 _SLACKS = (0, 0.02, 0.05, 0.1, 0.25)
 """Candidates for the padded share of a row; the best is taken, because padding may save a whole row."""
-_UNIT = 16
-"""A rank's part of a row is a multiple of this number of tokens: fp8 matrix products require it."""
+_UNIT = max(each.size_multiple for each in PRECISIONS.values())
+"""A rank's part of a row is a multiple of this number of tokens, for the products of every precision."""
 
 
 class Question(NamedTuple):

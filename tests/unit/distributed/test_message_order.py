@@ -17,7 +17,7 @@ from patch.distributed import async_collectives, context_group, tensor_group
 from patch.distributed.async_collectives import CommHandle, RoundedSums, WaitClock, read_values
 from patch.distributed.context_group import ContextGroup
 from patch.distributed.tensor_group import ChunkedAllReduce, RingAllGather, RingReduceScatter, TensorGroup
-from patch.model.attention.ring_attention import RingKernels, attend_around_ring
+from patch.model.attention.ring_attention import RingAttention, RingKernels
 from patch.model.attention.ring_tiles import PlacedSequence, Tile, tiles_of_piece
 
 N, MESSAGES = 24, 5
@@ -72,7 +72,7 @@ def ring(fake: FakeDevice, group: dist.ProcessGroup) -> list[torch.Tensor]:
         return tiles_of_piece([row], contexts.zigzag, source, 16, None)
 
     query, key, value = (part * 1.5 for part in parts)
-    out = attend_around_ring(query, key, value, contexts, tiles, RingKernels(0.25))
+    out = RingAttention.apply(query, key, value, contexts, tiles, RingKernels(0.25))
     return [out.detach(), *torch.autograd.grad(out, parts, gradient)]
 
 

@@ -5,12 +5,14 @@ torch's cast here; on a GPU the instruction rounds, and the PTX says how.
 """
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from triton_interpreter import interpreted, output_of_compiler
 
-from patch.fp8 import note_amax
+from patch.amax import note_amax
 from patch.model.fp8 import matrix as fp8_matrix
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
@@ -73,14 +75,18 @@ def test_factors_are_those_of_the_plain_form(kernels, source, dtype) -> None:
                         assert_same(ours, theirs)
 
 
+def rows_by(kernels) -> Callable[..., Any]:
+    return lambda *matrix, **asked: kernels.quantize_operands(*matrix, **asked, columns=False).rows
+
+
 def test_single_matrices_edges_and_turning(kernels) -> None:
     edges = torch.zeros(32, 16)
     edges[1], edges[2], edges[3], edges[4, 3] = 2.0**100, 1e-39, 448.0, -3e38
     for matrix in (numbers(37, 53, torch.float32), edges, torch.zeros(16, 16), torch.zeros(0, 16)):
         expected = fp8_matrix.quantize(matrix, E4M3)
-        assert_same(kernels.quantize(matrix, E4M3), expected)
-        for each in (kernels, fp8_matrix):
-            raised = each.quantize(matrix, E4M3, agree=lambda bits: bits.fill_(BITS_OF_512))
+        assert_same(rows_by(kernels)(matrix, E4M3), expected)
+        for form in (rows_by(kernels), fp8_matrix.quantize):
+            raised = form(matrix, E4M3, agree=lambda bits: bits.fill_(BITS_OF_512))
             assert raised.scale_inv == 2
         turned = fp8_matrix.transposed(expected).values
         assert torch.equal(kernels.transposed(expected.values).view(torch.uint8), turned.view(torch.uint8))
@@ -90,12 +96,12 @@ def test_single_matrices_edges_and_turning(kernels) -> None:
 def test_what_is_not_finite_makes_its_scale_nan(kernels, number: float) -> None:
     matrix = numbers(67, 144, torch.bfloat16)
     matrix[3, 140] = number
-    for form in (kernels.quantize, fp8_matrix.quantize):
+    for form in (rows_by(kernels), fp8_matrix.quantize):
         assert form(matrix, E5M2).scale_inv.isnan()
 
 
 def test_a_noted_number_is_taken_for_the_numbers_that_it_belongs_to_alone(kernels) -> None:
-    for form in (kernels.quantize, fp8_matrix.quantize):
+    for form in (rows_by(kernels), fp8_matrix.quantize):
         whole = numbers(4, 96, torch.bfloat16)
         searched = form(whole.clone(), E4M3).scale_inv
         note_amax(whole, whole.abs().max().float() * 2)  # not true, so that it is seen

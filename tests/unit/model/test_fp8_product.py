@@ -12,8 +12,8 @@ from small_runs import small_run
 from training_runs import build_seeded_run, build_stages, saved_for_backward
 from triton_interpreter import give_writer
 
+from patch.amax import noted_amax
 from patch.config.choices import Fp8Format
-from patch.fp8 import noted_amax
 from patch.model.fp8 import matrix as fp8_matrix
 from patch.model.fp8.product import Fp8Product, StepWeights
 from patch.model.linear import Column, Row
@@ -176,7 +176,7 @@ def _check_kept_weights() -> None:
             lr=5e-3, data_parallel_sharding="gradients", reduce_bucket_size=3000,
             recompute_granularity="full", disable_parameter_transpose_cache=is_off,
         )  # fmt: skip
-        assert config.keeps_fp8_weights != is_off
+        assert config.casts.are_kept != is_off
         run = build_seeded_run(config)
         steps = [train_step(run, iteration) for iteration in range(2)]
         run.data.valid_readers = {"valid": run.data.train_reader}

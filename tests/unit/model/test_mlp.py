@@ -15,7 +15,7 @@ from patch import compat
 from patch.distributed.groups import initialize
 from patch.families import Traits
 from patch.model.linear import Column, Row
-from patch.model.mlp import activation_of, mlp_spec
+from patch.model.mlp import LayerPart, RecomputableMLP, activation_of
 
 
 def relu_squared(hidden: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,8 @@ def run_two(rank: int, world_size: int) -> None:
         column, row = (ModuleSpec(module=kind, params={"in_pieces": in_pieces}) for kind in (Column, Row))
         activate = activation_of(Traits(gated_linear_unit=is_gated), relu_squared, is_fused=False)
         parts = MLPSubmodules(linear_fc1=column, linear_fc2=row)
-        ours = build_module(mlp_spec(parts, group, activate, is_recomputed=is_recomputed), config=config)
+        params = {"activate": activate, "is_recomputed": is_recomputed, "num_chunks": 1, "tp_group": group}
+        ours = build_module(LayerPart(RecomputableMLP, parts, params), config=config)
         for name, weight in theirs.named_parameters():
             torch.nn.init.normal_(weight)
             ours.get_parameter(name).data.copy_(weight.data)

@@ -24,7 +24,7 @@ from patch import compat
 from patch.distributed.groups import initialize
 from patch.distributed.tensor_group import TensorGroup
 from patch.model.fp8.product import Fp8Product, StepWeights
-from patch.model.linear import PLAIN, Column, Product, Row, give_product
+from patch.model.linear import PLAIN, Column, Product, Row
 from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
 
 UPSTREAM = {Column: ColumnParallelLinear, Row: RowParallelLinear}
@@ -122,8 +122,7 @@ def run_layer(
 ) -> Found:  # fmt: skip
     """One forward and backward of this rank's layer.
 
-    By `overlap` or `plain`, in pieces; `around`, with upstream's messages; `upstream`; or `given`, upstream's
-    with our product.
+    By `overlap` or `plain`, in pieces; `around`, with upstream's messages; or `upstream`.
 
     If `is_written`, the weight's gradient is what the layer wrote.
     """
@@ -136,12 +135,10 @@ def run_layer(
     hidden, weight, bias, gradient = problem.rank(group.rank())
     ways = {"gather_output": False} if case.layer is Column else {"input_is_parallel": True}
     ways |= {"bias": bias is not None, "skip_bias_add": False, "tp_group": group, "init_method": None}
-    kind = UPSTREAM[case.layer] if form in ("upstream", "given") else case.layer
+    kind = UPSTREAM[case.layer] if form == "upstream" else case.layer
     if kind is case.layer:
         ways |= {"in_pieces": form != "around", "product": multiplied_by}
     layer = kind(*problem.widths, config=config, **ways)
-    if form == "given":
-        give_product(layer, PLAIN)
     layer.weight.data.copy_(weight)
     layer.weight.requires_grad_(not is_frozen)
     if bias is not None:
@@ -175,7 +172,7 @@ def run_layers(rank: int, world_size: int) -> dict[str, Any]:
         overlap, plain = (run_layer(problem, group, form) for form in ("overlap", "plain"))
         found[case] = {"oracle": compare(overlap, problem.expected(rank)), "plain": compare(overlap, plain)}
         found[case] |= {"upstream": [], "written": []}
-        for form in ("upstream", "overlap", "around", "given") if world_size == 2 else ():
+        for form in ("upstream", "overlap", "around") if world_size == 2 else ():
             if form != "overlap":
                 found[case]["upstream"] += compare(overlap, run_layer(problem, group, form))
             if form != "upstream":

@@ -9,7 +9,7 @@ import torch
 from refusals import Payload
 
 from patch.errors import CheckpointError
-from patch.model.fp8.te_scales import scales_in
+from patch.model.te_scales import scales_in
 
 
 class Recipe:

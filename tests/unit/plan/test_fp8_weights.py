@@ -4,8 +4,8 @@ from small_runs import small_run
 
 from patch.device import MachineFacts
 from patch.plan.fits import heaviest_rank
-from patch.plan.memory import fp8_weight_bytes
-from patch.plan.resolve import resolve_activations, resolve_fp8_weights
+from patch.plan.memory import cast_weight_bytes
+from patch.plan.resolve import resolve_activations, resolve_cast_weights
 
 UNKNOWN = MachineFacts(0, 2)
 LAYERS = {"precision": "fp8", "num_layers": 8, "global_batch_size": 8, "micro_batch_size": 1}
@@ -20,32 +20,32 @@ def matrices(run) -> int:
 
 def test_bytes_of_a_rank_are_two_for_each_element_of_its_layers_in_8_bits() -> None:
     whole = small_run(**LAYERS)
-    assert fp8_weight_bytes(whole, 0) == 2 * 8 * matrices(whole)
-    assert fp8_weight_bytes(small_run(tp=2, **LAYERS), 0) == 8 * matrices(whole)
+    assert cast_weight_bytes(whole, 0) == 2 * 8 * matrices(whole)
+    assert cast_weight_bytes(small_run(tp=2, **LAYERS), 0) == 8 * matrices(whole)
     mixed = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3, **LAYERS}
     for layout, layers in (({}, [4]), ({"pp": 2}, [3, 1]), ({"pp": 2, "stage": 2}, [2, 2])):
         run = small_run(**layout, **mixed)  # layers 2 to 5 of 8
-        found = [fp8_weight_bytes(run, rank) for rank in range(len(layers))]
+        found = [cast_weight_bytes(run, rank) for rank in range(len(layers))]
         assert found == [2 * n * matrices(whole) for n in layers]
     few = {"global_batch_size": 1}
     for changes in ({"precision": "bf16"}, few, {"disable_parameter_transpose_cache": True}):
-        assert fp8_weight_bytes(small_run(**LAYERS | changes), 0) == 0
+        assert cast_weight_bytes(small_run(**LAYERS | changes), 0) == 0
 
 
 def test_they_are_kept_where_there_is_room_beside_all_activations() -> None:
     run = small_run(**LAYERS)
     rank = heaviest_rank(run, cuda=False)
-    assert rank.fp8_weights == fp8_weight_bytes(run, 0)
-    assert resolve_fp8_weights(run, UNKNOWN) == (run, [])
+    assert rank.cast_weights == cast_weight_bytes(run, 0)
+    assert resolve_cast_weights(run, UNKNOWN) == (run, [])
     on_host = MachineFacts(0, 2, host_memory_bytes=rank.total)
-    assert resolve_fp8_weights(run, on_host) == (run, [])
+    assert resolve_cast_weights(run, on_host) == (run, [])
     less = MachineFacts(0, 2, host_memory_bytes=rank.total - 1)
     for machine, room in ((UNKNOWN, rank.total - 1), (less, None)):
         short = small_run(simulated_device_memory=room, **LAYERS)
-        chosen, (line,) = resolve_fp8_weights(short, machine)
-        assert not chosen.keeps_fp8_weights and "no room to keep" in line
+        chosen, (line,) = resolve_cast_weights(short, machine)
+        assert not chosen.casts.are_kept and "no room to keep" in line
     enough = small_run(simulated_device_memory=rank.total, **LAYERS)
-    assert resolve_fp8_weights(enough, UNKNOWN) == (enough, [])
+    assert resolve_cast_weights(enough, UNKNOWN) == (enough, [])
     auto = small_run(simulated_device_memory=rank.total - 1, recompute_granularity="auto", **LAYERS)
-    chosen, _ = resolve_activations(resolve_fp8_weights(auto, UNKNOWN)[0], UNKNOWN)
-    assert not chosen.keeps_fp8_weights and chosen.training.recompute_granularity is None
+    chosen, _ = resolve_activations(resolve_cast_weights(auto, UNKNOWN)[0], UNKNOWN)
+    assert not chosen.casts.are_kept and chosen.training.recompute_granularity is None

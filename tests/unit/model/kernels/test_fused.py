@@ -10,7 +10,7 @@ from triton_interpreter import give_writer, interpreted, output_of_compiler, rou
 
 from patch.distributed.context_group import Zigzag
 from patch.model import nf4_product
-from patch.model.attention.ring_attention import RingKernels, attend_around_ring
+from patch.model.attention.ring_attention import RingAttention, RingKernels
 from patch.model.attention.ring_tiles import Tile
 from patch.model.weight_gradient import EmbeddingLookup
 
@@ -168,7 +168,7 @@ def test_a_ring_attends_with_the_kernel(fused):
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, 24, 12)
     group, kernels = SimpleNamespace(zigzag=Zigzag(0, 1)), RingKernels(0.3, is_fused=True)
-    out = attend_around_ring(query, key, value, group, lambda source: tiles, kernels)
+    out = RingAttention.apply(query, key, value, group, lambda source: tiles, kernels)
     times = torch.ones(24, 24).tril()
     for tile in tiles[1:]:
         times[tile.queries, tile.keys] += 1

@@ -28,7 +28,7 @@ _NUM_TENSORS = {"fwd": 3, "bwd": 2}
 
 def scaling_settings(config: RunConfig) -> dict[str, Any]:
     """Return the TransformerConfig fields for TE's fp8 products, empty for other precisions."""
-    if not config.is_fp8:
+    if not config.casts.layers:
         return {}
     first, last = config.bf16_ends
     return {
@@ -37,7 +37,7 @@ def scaling_settings(config: RunConfig) -> dict[str, Any]:
         "first_last_layers_bf16": first + last > 0,
         "num_layers_at_start_in_bf16": first,
         "num_layers_at_end_in_bf16": last,
-        "disable_parameter_transpose_cache": not config.keeps_fp8_weights,
+        "disable_parameter_transpose_cache": not config.casts.are_kept,
         # With delayed scaling, a reduction over replicas too would be a collective in each forward and
         # backward. A rank that repeats a step, or computes a step alone (guards), would hang in it.
         "tp_only_amax_red": True,
