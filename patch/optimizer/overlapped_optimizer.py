@@ -41,8 +41,8 @@ from patch.optimizer.buckets.param_buffer import ParamBuffer
 from patch.optimizer.grad_norm import GradNorm
 from patch.optimizer.hooks import ModelHooks
 from patch.optimizer.loss_scale import loss_scale_of
-from patch.optimizer.muon import Matrix, Muon
-from patch.optimizer.param_groups import ParamGroup, default_param_groups
+from patch.optimizer.muon import Muon
+from patch.optimizer.param_groups import Matrix, ParamGroup, default_param_groups
 from patch.optimizer.states.hybrid_adam import HybridAdam, OptimizerReport
 from patch.optimizer.states.offload import Offload
 from patch.optimizer.states.sharded_state import (

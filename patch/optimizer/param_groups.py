@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import OptimizerConfig
 from patch.errors import ConfigError, TrainingError
+from patch.features.optimizers import optimizer_of
 
 _B = ".lora_B.weight"
 
@@ -27,10 +29,21 @@ class ParamGroup:
     min_lr: float | None = None
     """The group's limits of the schedule, see `learning_rate`, or None to use the configuration's."""
     orthogonalizes: bool = False
-    """Whether the update is Muon's; all parameters are matrices."""
+    """Whether the parameters are matrices that are updated whole (muon.py)."""
     data_parallel_group: dist.ProcessGroup | None = None
     """The ranks that hold copies of these parameters and sum their gradients, as for experts. None: the
     job's data-parallel ranks. All ranks must have the same groups, if need be without parameters."""
+
+
+class Matrix(NamedTuple):
+    """How a parameter is made of whole matrices."""
+
+    group: dist.ProcessGroup | None
+    """The tensor-parallel ranks that share it, or None if each has all of it."""
+    split: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+    """Returns the matrices from the parameter's shards on all ranks of `group`."""
+    join: Callable[[torch.Tensor, list[torch.Tensor]], None]
+    """Writes this rank's shard of the parameter from the matrices."""
 
 
 def default_param_groups(
@@ -43,8 +56,9 @@ def default_param_groups(
     """Apply megatron-core's rules: matrices decay; vectors (norms, biases) and any "bias" do not.
 
     With a decoupled rate (--decoupled-lr), weights that megatron-core marks as embedding or output layer form
-    separate groups. So do Muon's matrices, and with `lora_plus_ratio` the matrices B of adapters. Distributed
-    experts (marked `allreduce=False`, EP > 1) form separate groups on all ranks, even without experts.
+    separate groups. So do matrices that are updated whole, and with `lora_plus_ratio` the matrices B of
+    adapters. Distributed experts (marked `allreduce=False`, EP > 1) form separate groups on all ranks, even
+    without experts.
     Source: megatron/core/optimizer/__init__.py, `get_standard_config_overrides`; there a parameter without
     dimensions decays, here it does not.
     """
@@ -53,12 +67,12 @@ def default_param_groups(
     ranks_of_experts = getattr(groups, "ep", None)  # missing without experts; None since 0.19
     if groups is not None and ranks_of_experts is not None and ranks_of_experts.size() > 1:
         of_experts = groups.expt_dp
-    has_muon = config.optimizer == "muon"
+    has_whole_matrices = bool(optimizer_of(config).of_matrices)
     factors = (1.0,) if lora_plus_ratio is None else (1.0, lora_plus_ratio)
     members: dict[tuple[bool, dist.ProcessGroup | None, bool, bool, float], list[torch.nn.Parameter]] = {
         (*kind, decays, is_matrix, factor): []
         for kind in ((False, None), (False, of_experts), (is_decoupling, None))
-        for decays, is_matrix in ((True, False), (False, False), *([(True, True)] * has_muon))
+        for decays, is_matrix in ((True, False), (False, False), *([(True, True)] * has_whole_matrices))
         for factor in factors
     }
     for stage in stages:
@@ -67,7 +81,7 @@ def default_param_groups(
                 is_marked = getattr(parameter, "is_embedding_or_output_parameter", False)
                 holders = None if getattr(parameter, "allreduce", True) else of_experts
                 decays = parameter.ndim > 1 and not name.endswith(".bias")
-                is_matrix = has_muon and parameter.ndim == 2 and not is_marked
+                is_matrix = has_whole_matrices and parameter.ndim == 2 and not is_marked
                 factor = factors[-1] if name.endswith(_B) else 1.0
                 members[is_marked and is_decoupling, holders, decays, is_matrix, factor].append(parameter)
     return [

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import MOMENT_BYTES, PRECISIONS
+from patch.config.choices import PRECISIONS
 from patch.config.fields import with_values
 from patch.device import MachineFacts
+from patch.features.optimizers import bytes_saved_in_matrices, moment_bytes
 from patch.layout.buckets import (
     CHUNK_UNITS,
     MAX_IN_FLIGHT,
@@ -278,9 +279,7 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
         extra = _elements_in_fp8(config, pp_rank) * element_bytes("bf16")
     of_element, is_shared = state_bytes(config), config.zero_stage.shards_states
     kept = parameters.elements_kept_per_rank(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
-    if config.optimizer.optimizer != "muon":
-        return kept
-    saved = MOMENT_BYTES["fp32"]  # of a matrix, which has one moment
+    saved = bytes_saved_in_matrices(config.optimizer)
     return kept - parameters.elements_kept_per_rank(
         config, pp_rank, saved, is_shared=is_shared, of_matrices=True
     )
@@ -288,4 +287,4 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
 
 def state_bytes(config: RunConfig) -> float:
     """Return the state bytes of a parameter: moments, and a float32 master's bytes beyond the weight."""
-    return PRECISIONS[config.training.precision].master_bytes + config.optimizer.moment_bytes
+    return PRECISIONS[config.training.precision].master_bytes + moment_bytes(config.optimizer)

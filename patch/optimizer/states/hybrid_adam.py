@@ -7,7 +7,6 @@ waits for the shard's new parameters (`wait_for_update`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 from patch.compat.torch_internals import region
 from patch.config.choices import MOMENT_BLOCK
 from patch.config.schema import OptimizerConfig
+from patch.features.optimizers import optimizer_of
 from patch.memory import (
     Joinable,
     PinnedAllocator,
@@ -44,17 +44,14 @@ _MASTERS = {
 """States of a parameter's fp32 master, by the parameter's dtype. An fp32 parameter is its own master, a bf16
 parameter is the high bits of its master (see kernels/spec.py), an fp16 parameter has a separate master."""
 
-MOMENTUM = "momentum_buffer"
-"""The state of Muon's matrices."""
-
 
 def state_dtypes(
-    config: OptimizerConfig, param_dtype: torch.dtype, orthogonalizes: bool = False
+    config: OptimizerConfig, param_dtype: torch.dtype, are_whole_matrices: bool = False
 ) -> dict[str, torch.dtype]:
-    """Return the names and dtypes of the states of parameters of some dtype, or of Muon's matrices."""
-    if orthogonalizes:
-        return {MOMENTUM: torch.float32} | _MASTERS[param_dtype]
-    moments = {name: DTYPES[kind] for name, kind in config.moments.items()}
+    """Return the names and dtypes of the states of parameters of some dtype."""
+    optimizer = optimizer_of(config)
+    kinds = optimizer.of_matrices if are_whole_matrices else optimizer.moments(config)
+    moments = {name: DTYPES[kind] for name, kind in kinds.items()}
     scaled = [name for name, dtype in moments.items() if dtype == torch.uint8]
     return moments | {scale_name(name): torch.float32 for name in scaled} | _MASTERS[param_dtype]
 
@@ -106,16 +103,14 @@ class HybridAdam:
         self.step_count = 0
         self.dtypes: dict[str, torch.dtype] = {}
         """The dtype of each state, by its name; parameters of one dtype have only some of the states."""
-        for shard, is_matrix in product(shards, {group.orthogonalizes for group in groups}):
-            self.dtypes |= state_dtypes(config, shard.param.dtype, is_matrix)
+        for shard, group in product(shards, sorted(groups, key=lambda group: group.orthogonalizes)):
+            self.dtypes |= state_dtypes(config, shard.param.dtype, group.orthogonalizes)
         on_device = (shard.grad.device for shard in shards if not shard.is_on_host)
         device = next(on_device, torch.device("cpu"))
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
         copier = StagedCopier(offload.device) if offload else None
-        places = (
-            (offload.disk, offload.host_state_bytes, PinnedAllocator(offload.device)) if offload else ()
-        )
+        places = (offload.disk, offload.host_state_bytes, PinnedAllocator(offload.device)) if offload else ()
         chunk_size = _chunk_size(shards, offload)
         if torch.uint8 in self.dtypes.values():  # a chunk ends at the end of a block
             chunk_size = -(-chunk_size // MOMENT_BLOCK) * MOMENT_BLOCK
@@ -129,7 +124,7 @@ class HybridAdam:
         self._disk = offload.disk if offload else None
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
-        self.manager.allocate(partial(state_dtypes, config))
+        self.manager.allocate()
         self._scalars: list[AdamScalars] | None = None
         self._prepared: dict[tuple[int, ...], PreparedUpdate] = {}
         """The updates of shards whose states are on the device, made again when chunks have moved."""
@@ -147,8 +142,9 @@ class HybridAdam:
                 # Only updates during backward need separate chunks.
                 needs_own_chunk = range_.needs_extra_reduction and are_moved
                 elements = range_._replace(needs_extra_reduction=needs_own_chunk)
-                is_matrix = self._groups[range_.group].orthogonalizes
-                self.manager.register(index, elements, shard.param.dtype, orthogonalizes=is_matrix)
+                is_whole = self._groups[range_.group].orthogonalizes
+                dtypes = state_dtypes(self._config, shard.param.dtype, is_whole)
+                self.manager.register(index, elements, dtypes)
         self.manager.finish_registration()
         chunks_of: list[list[StateChunk]] = [[] for _ in shards]
         for chunk in self.manager.chunks:
@@ -167,7 +163,7 @@ class HybridAdam:
         state_bytes = min(host_bytes, offload.host_state_bytes)
         there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
         spare_bytes = max(0, offload.host_bytes - there - state_bytes)
-        updated = {name: dtype for name, dtype in self.dtypes.items() if name != MOMENTUM}
+        updated = state_dtypes(self._config, self.shards[0].param.dtype)
         chunks = HostedChunks(self.shards, updated, size, offload.device, spare_bytes)
         streamed, disk = None, None
         if offload.streamed != 0:
@@ -326,7 +322,7 @@ class HybridAdam:
         return [
             AdamScalars(
                 lr=rate,
-                beta1=config.sgd_momentum if config.optimizer == "sgd" else config.adam_beta1,
+                beta1=getattr(config, optimizer_of(config).first_decay),
                 beta2=config.adam_beta2,
                 eps=config.adam_eps,
                 weight_decay=group.weight_decay,
