@@ -18,7 +18,7 @@ from patch.memory import HOST, DiskMemory
 from patch.memory.disk import Jobs
 from patch.optimizer.kernels import AdamScalars
 from patch.optimizer.states.chunk import Chunk, StateChunk
-from patch.optimizer.states.host_buffers import HostedChunks, OutputBuffers
+from patch.optimizer.states.host_buffers import HostedChunks, OutputBuffers, resize
 from patch.optimizer.states.host_update import HostUpdates, _ChunkUpdate
 
 NUM_BUFFERS = 4
@@ -49,10 +49,7 @@ class DiskUpdates(HostUpdates):
         super().resize_buffers(chunks)
         self._drop_reads()
         self._order = ()
-        while len(self._free) > min(len(chunks), NUM_BUFFERS):
-            self._free.pop()
-        while len(self._free) < min(len(chunks), NUM_BUFFERS):
-            self._free.append(_Buffer(self._hosted.make_states(HOST)))
+        resize(self._free, min(len(chunks), NUM_BUFFERS), lambda: _Buffer(self._hosted.make_states(HOST)))
 
     def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
         """Update chunks in the background; see HostUpdates."""

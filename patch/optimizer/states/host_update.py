@@ -48,6 +48,7 @@ def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tenso
 
     `param` (n,) are the parameters of these elements.
     """
+
     def part(name: str) -> torch.Tensor | None:
         each = elements_of(name)
         return states[name].data[in_chunk.start // each : in_chunk.stop // each] if name in states else None
@@ -174,13 +175,9 @@ class HostUpdates:
         for chunk in chunks:
             if chunk in speculated:
                 self._jobs[chunk] = self._worker.submit(self._commit, speculated[chunk])
-            else:
-                self._jobs[chunk] = self._worker.submit(
-                    self._update_in_place,
-                    updates[chunk],
-                    self._buffers.kept.get(chunk) or next(outputs_in_turn),
-                    scalars,
-                )
+                continue
+            outputs = self._buffers.kept.get(chunk) or next(outputs_in_turn)
+            self._jobs[chunk] = self._worker.submit(self._update_in_place, updates[chunk], outputs, scalars)
         self._updates = {}
 
     def cancel_step(self) -> None:
@@ -240,20 +237,17 @@ class HostUpdates:
         if not self._buffers.inputs:
             self._release_inputs(next(other for other in reversed(self._queue) if other.inputs is not None))
         inputs = update.inputs = self._buffers.inputs.popleft()
-        kept = self._buffers.kept.get(update.chunk)
-        param = inputs.param if kept is None else None if kept.is_current else kept.param
-        copies = []
+        weights, copies = self._buffers.weights_of(update.chunk, inputs), []
         for r in update.chunk.ranges:
             shard = self._shards[r.shard]
             if shard.is_on_host:
                 continue
             copies.append((shard.grad[r.in_shard], inputs.grad[r.in_chunk]))
-            if param is not None:
-                copies.append((shard.param[r.in_shard], param[r.in_chunk]))
+            if weights.param is not None and not weights.is_current:
+                copies.append((shard.param[r.in_shard], weights.param[r.in_chunk]))
         with region("chunk %d to host", update.chunk.index):
             update.inputs_copied = self._device.copy_to_host(copies, update.grads_final)
-        if kept is not None:
-            kept.is_current = True
+        weights.is_current = weights is not inputs
 
     def _release_inputs(self, update: _ChunkUpdate) -> None:
         """Free an update's input buffers; needs the lock. Copies to them end before any later copy begins."""
@@ -308,17 +302,14 @@ class HostUpdates:
     ) -> tuple[Mapping[str, Chunk], Mapping[str, Chunk]]:
         return update.chunk.states, outputs.shadow or update.chunk.states
 
-    def _compute(
-        self, update: _ChunkUpdate, scalars: Sequence[AdamScalars], outputs: OutputBuffers
-    ) -> None:
+    def _compute(self, update: _ChunkUpdate, scalars: Sequence[AdamScalars], outputs: OutputBuffers) -> None:
         assert update.inputs is not None and update.inputs_copied is not None
         update.inputs_copied.synchronize()
         if outputs.copied is not None:
             outputs.copied.synchronize()
         begin = time.perf_counter()
         inputs, items = update.inputs, []
-        kept = self._buffers.kept.get(update.chunk)
-        param = inputs.param if kept is None else kept.param
+        param = self._buffers.weights_of(update.chunk, inputs).param
         states, new_states = self._states_of(update, outputs)
         for r in update.chunk.ranges:
             shard, grad, new = self._shards[r.shard], inputs.grad[r.in_chunk], outputs.param[r.in_chunk]
