@@ -89,14 +89,12 @@ class StepSchedule:
 
     Args:
         layout: the layout of the trained parameters.
-        frozen: the layout of sharded frozen parameters, or None.
         group: the data-parallel ranks, which need equal numbers of micro-batches at stage `gradients`.
     """
 
     def __init__(
         self,
         layout: FlatLayout,
-        frozen: FlatLayout | None,
         params: ParamBuffer,
         grads: GradBuffer,
         adam: HybridAdam,
@@ -131,7 +129,7 @@ class StepSchedule:
         is_sharded = any(each.num_shards > 1 for each in layout.buffer_groups)
         self._aside = stream_of(self._device, "gathers") if is_sharded else None
         self._reset()
-        self.units = Zero3Scheduler(layout, frozen, params, self, clock)
+        self.units = Zero3Scheduler(layout, params, self, clock)
         self._main_grads = [grads.main_grad(each, partial(self._open_place, each)) for each in grads.params]
 
     # Prepare.

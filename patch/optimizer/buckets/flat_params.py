@@ -57,8 +57,7 @@ class FlatParams:
 
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's part of a bucket, (n,), which the optimizer updates."""
-        begin, end = self._buffer_group.own(self._ranges[index])
-        return self.buffer[begin:end]
+        return self.buffer[self._buffer_group.own(self._ranges[index])]
 
     def prepare(self, indices: Sequence[int]) -> None:
         """Start the exchange before gathers of these updated buckets, some of other buffer groups."""
@@ -74,27 +73,6 @@ class FlatParams:
         with region("bucket %d all-gather", index):
             return self._start_gather(self.buffer, index)
 
-    def new_whole(self) -> torch.Tensor | None:
-        """Allocate memory for `gather_whole`, or return None if parameters are whole."""
-        return None
-
-    def gather_whole(self, whole: torch.Tensor) -> None:
-        """Gather whole parameters in their own dtype into this memory; a collective."""
-
-    def store_whole(self) -> None:
-        """Keep the values of whole parameters, which are equal on all ranks."""
-
-    def leave_whole(self) -> None:
-        """Keep the values of whole parameters, and return to the form for training."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether every parameter has its own dtype and all its elements."""
-        return True
-
-    def check_whole(self) -> None:
-        """Refuse to read or write parameters that are not whole, with a TrainingError."""
-
     def _views(self, flat: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         for parameter, begin in zip(self.parameters, self._begins.values(), strict=True):
             yield parameter, flat[begin : begin + parameter.numel()].view(parameter.shape)
@@ -108,9 +86,8 @@ class FlatParams:
     def _start_gather(self, flat: torch.Tensor, index: int) -> CommHandle:
         """Gather a bucket of a buffer that already contains this rank's part."""
         bucket_range = self._ranges[index]
-        begin, end = self._buffer_group.own(bucket_range)
-        whole = flat[bucket_range.begin : bucket_range.end]
-        return start_all_gather(whole, flat[begin:end], self._buffer_group.shard_group)
+        whole, own = flat[bucket_range.begin : bucket_range.end], flat[self._buffer_group.own(bucket_range)]
+        return start_all_gather(whole, own, self._buffer_group.shard_group)
 
 
 class DetachedFlatParams(FlatParams):
@@ -130,8 +107,7 @@ class DetachedFlatParams(FlatParams):
 
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's part of a bucket, (n,), which the optimizer updates."""
-        begin, end = self._ranges[index].begin, self._ranges[index].end
-        return self._own[begin // self._buffer_group.num_shards : end // self._buffer_group.num_shards]
+        return self._own[self._buffer_group.in_shards(self._ranges[index])]
 
     @property
     def is_whole(self) -> bool:
@@ -148,8 +124,7 @@ class DetachedFlatParams(FlatParams):
         """Gather whole parameters in their own dtype from all ranks; a collective."""
         gathers = []
         for index, bucket_range in self._ranges.items():
-            begin, end = self._buffer_group.own(bucket_range)
-            whole[begin:end].copy_(self.shard(index))
+            whole[self._buffer_group.own(bucket_range)].copy_(self.shard(index))
             gathers.append(self._start_gather(whole, index))
         for gather in gathers:
             gather.wait(self._clock)
@@ -162,8 +137,11 @@ class DetachedFlatParams(FlatParams):
         if self._whole is None:
             return
         for index, bucket_range in self._ranges.items():
-            begin, end = self._buffer_group.own(bucket_range)
-            self.shard(index).copy_(self._whole[begin:end])
+            self.shard(index).copy_(self._whole[self._buffer_group.own(bucket_range)])
+
+    def leave_whole(self) -> None:
+        """Keep the values of whole parameters, and return to the form for training."""
+        raise NotImplementedError
 
     def check_whole(self) -> None:
         """Refuse to read or write parameters that are not whole, with a TrainingError."""

@@ -23,9 +23,6 @@ from patch.errors import CheckpointError
 from patch.memory import on_host, write_values
 from patch.optimizer.kernels.low_bit_moments import RngCoords, elements_of
 
-_STATE = "optimizer.state"
-"""The prefix of the keys of states in checkpoints."""
-
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
 
@@ -43,21 +40,23 @@ class StateRange(NamedTuple):
 
 
 class ShardStates:
-    """The optimizer states of this rank's shards, as checkpoints hold them.
+    """States of this rank's shards, or their gradients, as checkpoints hold them.
 
     Args:
-        dtypes: the dtypes of the states, by their names.
+        prefix: how their keys begin.
+        dtypes: the dtypes of the states, by their names; "" for a nameless state.
         ranges: returns the parts of a state by its name: views, valid until chunks move or the next step.
         parameters: all trainable parameters of this rank.
     """
 
     def __init__(
         self,
+        prefix: str,
         dtypes: Mapping[str, torch.dtype],
         ranges: Callable[[str], Iterable[StateRange]],
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
-        self._dtypes, self._ranges, self._parameters = dtypes, ranges, parameters
+        self._prefix, self._dtypes, self._ranges, self._parameters = prefix, dtypes, ranges, parameters
 
     def flat(self) -> dict[str, torch.Tensor]:
         """Return each state as one flat tensor on the CPU."""
@@ -92,11 +91,16 @@ class ShardStates:
         """Return the states as sharded tensors that are views; for saving, add `zeros_of_frozen`."""
         found: ShardedStateDict = {}
         for name in self._dtypes:
-            found |= sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}.", elements_of(name))
+            key = _key(self._prefix, name)
+            found |= sharded_ranges(model_state, self._ranges(name), key, elements_of(name))
         if not is_loading:
             trained, stored = set(map(id, self._parameters)), {entry.key for entry in found.values()}
-            found |= zeros_of_frozen(model_state, trained, self._dtypes, stored, _STATE)
+            found |= zeros_of_frozen(model_state, trained, self._dtypes, stored, self._prefix)
         return found
+
+
+def _key(prefix: str, state: str) -> str:
+    return f"{prefix}.{state}." if state else f"{prefix}."
 
 
 def sharded_ranges(
@@ -147,6 +151,8 @@ def _without(state: ShardedStateDict, parameters: set[int]) -> ShardedStateDict:
         for name, entry in state.items()
         if isinstance(entry, dict) or id(entry.data) not in parameters
     }
+
+
 def rng_coords_of(
     named: Sequence[tuple[str, torch.nn.Parameter]], model_state: ShardedStateDict | None
 ) -> list[list[tuple[int, RngCoords]]]:
@@ -203,7 +209,7 @@ def zeros_of_frozen(
     filled: ShardedStateDict = {}
     for is_trained, shard in shards:
         for name, dtype in {} if is_trained else dtypes.items():
-            key = f"{prefix}.{name}." if name else f"{prefix}."
+            key = _key(prefix, name)
             if not any(key + shard.key in keys for keys in everywhere):
                 continue
             shape = _fewer(_local_shape(shard), elements_of(name))
