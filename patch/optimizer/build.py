@@ -13,7 +13,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
-from patch.memory import UNLIMITED, CudaDevice, DiskMemory, OffloadDevice, SimulatedDevice
+from patch.memory.cuda_device import CudaDevice
+from patch.memory.disk import DiskMemory
+from patch.memory.offload_device import OffloadDevice
+from patch.memory.simulated_device import UNLIMITED, SimulatedDevice
 from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.param_groups import Matrix, ParamGroup
 from patch.optimizer.states.offload import Offload

@@ -26,7 +26,7 @@ from patch.compat.torch_internals import newton_schulz
 from patch.config.choices import MuonScaleMode
 from patch.config.schema import OptimizerConfig
 from patch.features.optimizers import MOMENTUM
-from patch.memory import on_host, write_values
+from patch.memory.disk import on_host, write_values
 from patch.optimizer.buckets.buffer_group import FlatLayout
 from patch.optimizer.grad_norm import GradNorm
 from patch.optimizer.param_groups import Matrix

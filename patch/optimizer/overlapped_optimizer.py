@@ -33,7 +33,7 @@ from patch.config.schema import OptimizerConfig
 from patch.device import torch_dtype
 from patch.distributed.async_collectives import WaitClock
 from patch.errors import TrainingError
-from patch.memory import SimulatedDevice
+from patch.memory.simulated_device import SimulatedDevice
 from patch.optimizer.buckets.buffer_group import check_on_host, flat_layout, frozen_layout
 from patch.optimizer.buckets.fp8_params import check_gathers
 from patch.optimizer.buckets.grad_buffer import GradBuffer

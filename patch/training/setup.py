@@ -27,7 +27,8 @@ from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none, from_rank_0
 from patch.features.optimizers import optimizer_of
 from patch.logger import get_logger
-from patch.memory import SavedTensors, SimulatedDevice
+from patch.memory.saved_tensors import SavedTensors
+from patch.memory.simulated_device import SimulatedDevice
 from patch.model import (
     LlamaModel,
     build_llama_model,

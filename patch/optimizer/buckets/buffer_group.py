@@ -33,7 +33,7 @@ from patch.distributed.async_collectives import (
 from patch.errors import ConfigError
 from patch.features.table import HOST_WEIGHTS, INSTANCES, refuse_pair
 from patch.layout.buckets import BucketRange, ParamRange, ParamSpec, flat_numels, lay_out
-from patch.memory import host_zeros
+from patch.memory.offload_device import host_zeros
 from patch.optimizer.trainable_params import ManagedParams, TrainableParams, unit_modules
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none
 from patch.layout.buckets import NUM_GATHERED_UNITS
-from patch.memory import SimulatedDevice
+from patch.memory.simulated_device import SimulatedDevice
 from patch.optimizer.buckets.buffer_group import BufferGroup, FlatLayout
 from patch.optimizer.buckets.flat_params import DetachedFlatParams, FlatParams
 from patch.optimizer.buckets.fp8_params import Fp8FlatParams, Fp8Zero3FlatParams

@@ -18,7 +18,10 @@ from typing import NamedTuple
 import torch
 
 from patch.layout.buckets import CHUNK_UNITS, chunk_unit
-from patch.memory import HOST, UNLIMITED, Allocator, StagedCopier, write_values
+from patch.memory.disk import write_values
+from patch.memory.offload_device import HOST, Allocator
+from patch.memory.simulated_device import UNLIMITED
+from patch.memory.staged_copy import StagedCopier
 from patch.optimizer.kernels.low_bit_moments import RngCoords, elements_of
 
 

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from patch.memory import HOST, DiskMemory
-from patch.memory.disk import Jobs
-from patch.optimizer.kernels import AdamScalars
+from patch.memory.disk import DiskMemory, Jobs
+from patch.memory.offload_device import HOST
+from patch.optimizer.kernels.spec import AdamScalars
 from patch.optimizer.states.chunk import Chunk, StateChunk
 from patch.optimizer.states.host_buffers import HostedChunks, OutputBuffers, resize
 from patch.optimizer.states.host_update import HostUpdates, _ChunkUpdate

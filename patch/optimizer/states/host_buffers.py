@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from patch.memory import HOST, Allocator, Event, OffloadDevice
+from patch.memory.offload_device import HOST, Allocator, Event, OffloadDevice
 from patch.optimizer.kernels.low_bit_moments import bytes_of, elements_of
 from patch.optimizer.states.chunk import BucketShard, Chunk, StateChunk
 

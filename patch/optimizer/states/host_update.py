@@ -30,9 +30,10 @@ from typing import NamedTuple
 import torch
 
 from patch.compat.torch_internals import region
-from patch.memory import HOST, Allocator, Event, Joinable
-from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
+from patch.memory.offload_device import HOST, Allocator, Event, Joinable
+from patch.optimizer.kernels import adam_kernel
 from patch.optimizer.kernels.low_bit_moments import elements_of
+from patch.optimizer.kernels.spec import AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.states.chunk import BucketShard, Chunk, ChunkRange, StateChunk
 from patch.optimizer.states.host_buffers import HostBuffers, HostedChunks, InputBuffers, OutputBuffers
 from patch.optimizer.states.placement import LateUpdates

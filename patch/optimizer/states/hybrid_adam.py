@@ -16,18 +16,14 @@ from patch.compat.torch_internals import region
 from patch.config.choices import MOMENT_BLOCK
 from patch.config.schema import OptimizerConfig
 from patch.features.optimizers import optimizer_of
-from patch.memory import (
-    Joinable,
-    PinnedAllocator,
-    SimulatedDevice,
-    StagedCopier,
-    TorchAllocator,
-    write_values,
-)
-from patch.optimizer.kernels import AdamKernel, AdamScalars, adam_kernel
+from patch.memory.disk import write_values
+from patch.memory.offload_device import Joinable, PinnedAllocator, TorchAllocator
+from patch.memory.simulated_device import SimulatedDevice
+from patch.memory.staged_copy import StagedCopier
+from patch.optimizer.kernels import adam_kernel
 from patch.optimizer.kernels.low_bit_moments import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
-from patch.optimizer.kernels.spec import PreparedUpdate
+from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, PreparedUpdate
 from patch.optimizer.param_groups import ParamGroup, group_rates
 from patch.optimizer.states.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.states.disk_update import DiskUpdates

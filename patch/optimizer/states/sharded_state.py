@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from patch.errors import CheckpointError
-from patch.memory import on_host, write_values
+from patch.memory.disk import on_host, write_values
 from patch.optimizer.kernels.low_bit_moments import RngCoords, elements_of
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]

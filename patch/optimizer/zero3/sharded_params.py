@@ -24,7 +24,7 @@ import torch
 from patch.compat.torch_internals import region
 from patch.device import streams_of
 from patch.distributed.async_collectives import CommHandle, WaitClock, queued_on, start_all_gather
-from patch.memory import SimulatedDevice
+from patch.memory.simulated_device import SimulatedDevice
 from patch.optimizer.buckets.buffer_group import FlatLayout
 from patch.optimizer.buckets.flat_params import DetachedFlatParams
 from patch.optimizer.states.sharded_state import StateRange

@@ -11,7 +11,9 @@ import torch
 from optimizer_runs import on_host
 
 from patch.config.schema import OptimizerConfig
-from patch.memory import HOST, Copies, Event, SimulatedDevice, SimulatedOutOfMemory, StagedCopier
+from patch.memory.offload_device import HOST, Copies, Event
+from patch.memory.simulated_device import SimulatedDevice, SimulatedOutOfMemory
+from patch.memory.staged_copy import StagedCopier
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.states.chunk import (
     BucketShard,
