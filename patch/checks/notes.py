@@ -72,7 +72,7 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     trained = {row.name: row.is_matrix for row in trained_rows(config.model, config.selection)}
     yield ends.isdisjoint(trained), ("decoupled_lr", "decoupled_min_lr"), ": embedding and output are frozen"
     inner = (is_matrix for name, is_matrix in trained.items() if name not in ends)
-    is_idle = bool(kind.of_matrices) and not config.adapter.is_on and not any(inner)
+    is_idle = kind.updates_whole_matrices and not config.adapter.is_on and not any(inner)
     yield is_idle, ("optimizer",), ": no matrix of a layer is trained, AdamW updates the rest"
     yield parallel.tensor_model_parallel_size == 1, ("sequence_parallel", "tp_comm_overlap"), " at TP=1"
     yield has_one_stage, ("num_layers_per_virtual_pipeline_stage",), ": a process has no more layers"

@@ -151,6 +151,11 @@ class OptimizerConfig:
             return sys.maxsize
         return int(host_bytes * self.optimizer_offload_host_share)
 
+    def fuses_gradients(self, *, cuda: bool) -> bool:
+        """Return whether layers add their weights' gradients to the main gradients; by default on GPUs."""
+        fuses = self.gradient_accumulation_fusion
+        return cuda if fuses is None else fuses
+
     @property
     def rounds_stochastically(self) -> bool:
         """Whether a moment is rounded stochastically."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from patch.config.choices import MOMENT_BYTES, MomentType, OptimizerName
 from patch.config.schema import OptimizerConfig
@@ -12,7 +12,8 @@ Moments = Mapping[str, MomentType]
 """The dtype of each moment of a weight, by the name of the state."""
 
 MOMENTUM = "momentum_buffer"
-"""The moment of a matrix that is updated whole."""
+OF_MATRICES: Moments = {MOMENTUM: "fp32"}
+"""The moments of matrices that are updated whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class Optimizer:
     """The field with the decay of the first moment."""
     moments: Callable[[OptimizerConfig], Moments]
     """The moments of weights that are updated by elements."""
-    of_matrices: Moments = field(default_factory=dict)
-    """The moments of a layer's matrices, if they are updated whole. Empty: they are updated by elements."""
+    updates_whole_matrices: bool = False
+    """Whether the matrices of layers are updated whole, and only other weights by elements."""
 
 
 def _moments_of_adam(config: OptimizerConfig) -> Moments:
@@ -44,7 +45,7 @@ _OF_MUON = tuple(name for name in OptimizerConfig.__slots__ if name.startswith("
 OPTIMIZERS: dict[OptimizerName, Optimizer] = {
     "adam": Optimizer("AdamW", _OF_ADAM, "adam_beta1", _moments_of_adam),
     "sgd": Optimizer("SGD", ("sgd_momentum",), "sgd_momentum", _moments_of_sgd),
-    "muon": Optimizer("Muon", _OF_ADAM + _OF_MUON, "adam_beta1", _moments_of_adam, {MOMENTUM: "fp32"}),
+    "muon": Optimizer("Muon", _OF_ADAM + _OF_MUON, "adam_beta1", _moments_of_adam, True),
 }
 
 
@@ -60,8 +61,8 @@ def moment_bytes(config: OptimizerConfig) -> float:
 
 def bytes_saved_in_matrices(config: OptimizerConfig) -> float:
     """Return by how many bytes the moments are smaller for a weight of a matrix that is updated whole."""
-    of_matrices = optimizer_of(config).of_matrices
-    return moment_bytes(config) - _bytes_of(of_matrices) if of_matrices else 0
+    is_saved = optimizer_of(config).updates_whole_matrices
+    return moment_bytes(config) - _bytes_of(OF_MATRICES) if is_saved else 0
 
 
 def _bytes_of(moments: Moments) -> float:

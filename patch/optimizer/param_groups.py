@@ -67,7 +67,7 @@ def default_param_groups(
     ranks_of_experts = getattr(groups, "ep", None)  # missing without experts; None since 0.19
     if groups is not None and ranks_of_experts is not None and ranks_of_experts.size() > 1:
         of_experts = groups.expt_dp
-    has_whole_matrices = bool(optimizer_of(config).of_matrices)
+    has_whole_matrices = optimizer_of(config).updates_whole_matrices
     factors = (1.0,) if lora_plus_ratio is None else (1.0, lora_plus_ratio)
     members: dict[tuple[bool, dist.ProcessGroup | None, bool, bool, float], list[torch.nn.Parameter]] = {
         (*kind, decays, is_matrix, factor): []

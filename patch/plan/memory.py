@@ -199,7 +199,7 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
 
 def _dummy_wgrad_bytes(config: RunConfig, *, cuda: bool) -> int:
     is_plain = config.model.precision_align is not None or config.adapter.is_on
-    if is_plain or not parameters.fuses_gradients(config, cuda=cuda):
+    if is_plain or not config.optimizer.fuses_gradients(cuda=cuda):
         return 0
     largest = max(max(parameters.matrices_per_rank(kind)) for kind in parameters.layer_kinds(config))
     return largest * element_bytes(config.training.precision)

@@ -80,13 +80,8 @@ def trained_share(config: RunConfig, name: str) -> float:
 
 def whole_matrices(config: RunConfig) -> list[WeightRow]:
     """Return the rows of matrices that the optimizer updates whole: all of layers, or none."""
-    return [*layer_rows(rows_that_train(config))] if optimizer_of(config.optimizer).of_matrices else []
-
-
-def fuses_gradients(config: RunConfig, *, cuda: bool) -> bool:
-    """Return whether layers add their weights' gradients to the main gradients."""
-    given = config.optimizer.gradient_accumulation_fusion
-    return cuda if given is None else given
+    are_whole = optimizer_of(config.optimizer).updates_whole_matrices
+    return [*layer_rows(rows_that_train(config))] if are_whole else []
 
 
 def layer_kinds(config: RunConfig) -> tuple[RunConfig, RunConfig]:

@@ -163,6 +163,7 @@ def build_run_optimizer(
     Raises:
         torch.OutOfMemoryError: --simulated-device-memory is too small for the buffers.
     """
+    needs_matrices = optimizer_of(config.optimizer).updates_whole_matrices
     optimizer = build_optimizer(
         stages,
         config.optimizer,
@@ -173,7 +174,7 @@ def build_run_optimizer(
         ),
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
         model_state=sharded_weights(stages) if config.optimizer.rounds_stochastically else None,
-        matrices=_matrices(stages, config, groups) if optimizer_of(config.optimizer).of_matrices else None,
+        matrices=_matrices(stages, config, groups) if needs_matrices else None,
     )
     optimizer.connect(stages[0].config)
     if (offload := stages[0].activation_offload) is None:

@@ -15,7 +15,7 @@ import torch
 from patch.compat.torch_internals import region
 from patch.config.choices import MOMENT_BLOCK
 from patch.config.schema import OptimizerConfig
-from patch.features.optimizers import optimizer_of
+from patch.features.optimizers import OF_MATRICES, optimizer_of
 from patch.memory.disk import write_values
 from patch.memory.offload_device import Joinable, PinnedAllocator, TorchAllocator
 from patch.memory.simulated_device import SimulatedDevice
@@ -45,8 +45,7 @@ def state_dtypes(
     config: OptimizerConfig, param_dtype: torch.dtype, are_whole_matrices: bool = False
 ) -> dict[str, torch.dtype]:
     """Return the names and dtypes of the states of parameters of some dtype."""
-    optimizer = optimizer_of(config)
-    kinds = optimizer.of_matrices if are_whole_matrices else optimizer.moments(config)
+    kinds = OF_MATRICES if are_whole_matrices else optimizer_of(config).moments(config)
     moments = {name: DTYPES[kind] for name, kind in kinds.items()}
     scaled = [name for name, dtype in moments.items() if dtype == torch.uint8]
     return moments | {scale_name(name): torch.float32 for name in scaled} | _MASTERS[param_dtype]
@@ -62,9 +61,6 @@ class OptimizerReport(NamedTuple):
     """Bytes of states in host memory, and on the device."""
     offload_fraction: float
     """Share of the elements whose states are not on the device."""
-    host_busy_s: float
-    host_wait_s: float
-    """Seconds since the start that the host updated chunks, and that other threads waited for the host."""
     largest_peak: int
     """The peak device bytes that `record_memory` ever saw."""
     disk_bytes: int = 0
@@ -106,7 +102,9 @@ class HybridAdam:
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
         copier = StagedCopier(offload.device) if offload else None
-        places = (offload.disk, offload.host_state_bytes, PinnedAllocator(offload.device)) if offload else ()
+        places = (
+            (offload.disk, offload.host_state_bytes, PinnedAllocator(offload.device)) if offload else ()
+        )
         chunk_size = _chunk_size(shards, offload)
         if torch.uint8 in self.dtypes.values():  # a chunk ends at the end of a block
             chunk_size = -(-chunk_size // MOMENT_BLOCK) * MOMENT_BLOCK
@@ -176,16 +174,15 @@ class HybridAdam:
             updates.resize_buffers(self._chunks_of_updates(updates))
 
     def _updates_of(self, chunk: StateChunk) -> HostUpdates | StreamedUpdates | None:
-        """Return what updates a chunk on the host."""
+        """Return what updates a chunk on the host, or None for a chunk on the device."""
+        if not chunk.is_on_host:
+            return None
         if chunk.is_on_disk:
             return self.disk_updates
         return self.streamed_updates if chunk.is_streamed else self.host_updates
 
     def _chunks_of_updates(self, updates: HostUpdates | StreamedUpdates) -> list[StateChunk]:
-        return [chunk for chunk in self._chunks_on_host() if self._updates_of(chunk) is updates]
-
-    def _chunks_on_host(self) -> list[StateChunk]:
-        return [chunk for chunk in self.manager.chunks if chunk.is_on_host]
+        return [chunk for chunk in self.manager.chunks if self._updates_of(chunk) is updates]
 
     def copy_model_params_to_main_params(self) -> None:
         """Set the masters to the model's parameters; call it after parameters were loaded into the model."""
@@ -213,12 +210,10 @@ class HybridAdam:
             host_bytes=self.manager.total_bytes(on_host=True) - disk_bytes,
             device_bytes=self.manager.total_bytes(on_host=False),
             offload_fraction=self.manager.offload_fraction,
-            host_busy_s=sum(updates.busy_s for updates in self._all_updates),
-            host_wait_s=sum(updates.waited_s for updates in self._all_updates),
             largest_peak=self.placement.largest_peak,
             disk_bytes=disk_bytes,
             disk_moved_bytes=self._disk.num_bytes_moved if self._disk else 0,
-            disk_wait_s=sum(updates.disk_wait_s for updates in self._all_updates),
+            disk_wait_s=self.disk_updates.disk_wait_s if self.disk_updates else 0.0,
             speculation_failure_rate=self.host_updates.failure_rate if self.host_updates else None,
         )
 
@@ -230,8 +225,8 @@ class HybridAdam:
             updates.start_step(self._scalars)
         self._shards_awaited = {
             chunk: {range_.shard for range_ in chunk.ranges}
-            for chunk in self._chunks_on_host()
-            if not chunk.needs_extra_reduction
+            for chunk in self.manager.chunks
+            if chunk.is_on_host and not chunk.needs_extra_reduction
         }
 
     def grad_ready(self, index: int, after: Joinable | None = None) -> None:

@@ -25,7 +25,7 @@ from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, state_bytes, usable_device_memory, weights_on_host
-from patch.plan.parameters import Unit, element_bytes, fuses_gradients, parameters_of
+from patch.plan.parameters import Unit, element_bytes, parameters_of
 from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing import communication as links
 from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
@@ -136,7 +136,7 @@ def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
     if not parameters.trained_share(config, EMBEDDING_PARAMETER):
         return forward, 0.0
     traffic, weight = 2.0 * boundary, rows * config.model.hidden_size
-    if fuses_gradients(config, cuda=machine.is_gpu):
+    if config.optimizer.fuses_gradients(cuda=machine.is_gpu):
         zeroed = config.reductions_per_step / config.num_micro_batches
         traffic += 2 * boundary * main / size + weight * main * zeroed
     else:
