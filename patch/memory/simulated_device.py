@@ -170,11 +170,7 @@ class _StorageCounter:
     def _measure(self) -> None:
         # Recomputation frees the memory of a storage and allocates it again.
         sizes = {key: storage.nbytes() for key, ref in self._storages.items() if (storage := ref())}
-        grown = sum(sizes.values()) - sum(self._sizes[key] for key in sizes)
-        if grown > 0:
-            self._device.reserve(grown)
-        else:
-            self._device.release(-grown)
+        self._device.reserve(sum(sizes.values()) - sum(self._sizes[key] for key in sizes))
         self._sizes |= sizes
 
     def _drop(self, key: int) -> None:
