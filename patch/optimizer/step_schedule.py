@@ -472,7 +472,7 @@ def _turns(layout: FlatLayout, params: ParamBuffer) -> list[list[int]]:
     last: int | None = None
     for index, bucket_range in enumerate(layout.bucket_ranges):
         parameter = bucket_range.params[-1].parameter if bucket_range.params else None
-        if params.flat_of(index).needs_preparation and parameter is not None and parameter == last:
+        if params.flat_of(index) in params.to_prepare and parameter is not None and parameter == last:
             parts[-1].append(index)
         else:
             parts.append([index])

@@ -6,7 +6,7 @@ before a bucket is gathered, the data of an all-gather, and how whole parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -20,10 +20,6 @@ from patch.optimizer.buckets.buffer_group import FlatLayout
 
 class FlatParams:
     """The parameters of buffer group `number`, which become views of the buffer and keep their values."""
-
-    needs_preparation: ClassVar[bool] = False
-    """Whether ranks exchange data about whole parameters (`prepare`) before a bucket is gathered, so that all
-    buckets with parts of one parameter must be updated together."""
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         self._buffer_group, self._held, self._clock = layout.buffer_groups[number], layout.held, clock
@@ -58,9 +54,6 @@ class FlatParams:
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's part of a bucket, (n,), which the optimizer updates."""
         return self.buffer[self._buffer_group.own(self._ranges[index])]
-
-    def prepare(self, indices: Sequence[int]) -> None:
-        """Start the exchange before gathers of these updated buckets, some of other buffer groups."""
 
     def is_prepared(self, index: int) -> bool:
         """Return whether `start_gather` blocks no thread."""

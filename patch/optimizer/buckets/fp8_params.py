@@ -92,9 +92,13 @@ class Fp8GatheredParams(DetachedFlatParams):
 
 
 class Fp8FlatParams(Fp8GatheredParams):
-    """Parameters that are gathered in fp8 after an update."""
+    """Parameters that are gathered in fp8 after an update.
 
-    needs_preparation, form = True, "in fp8 (--fp8-param-gather)"
+    Ranks exchange data about whole parameters before a bucket is gathered (`prepare`). So all buckets with
+    parts of one parameter must be updated together.
+    """
+
+    form = "in fp8 (--fp8-param-gather)"
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)

@@ -39,7 +39,7 @@ class ParamBuffer:
         """Flat buffers of trained parameters, by buffer group."""
         frozen_groups = () if frozen is None else range(len(frozen.buffer_groups))
         self.frozen_flats = [Zero3FlatParams(frozen, number, clock) for number in frozen_groups if frozen]
-        self.to_prepare = [flat for flat in self.flats if flat.needs_preparation]
+        self.to_prepare = [flat for flat in self.flats if isinstance(flat, Fp8FlatParams)]
         """Flat buffers for which ranks exchange data before gathers."""
         self.members = [
             [layout.held.parameters[param.parameter] for param in bucket_range.params]

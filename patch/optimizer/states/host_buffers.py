@@ -64,6 +64,7 @@ class InputBuffers:
         self.param = allocate(like.param.dtype) if has_param else None
         """Parameters that are masters (fp32) or the high bits of masters (bf16), or None."""
         self.is_current = False
+        """Always False: each update copies them."""
 
 
 class OutputBuffers:

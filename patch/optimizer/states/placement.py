@@ -96,7 +96,9 @@ class StaticPlacementPolicy:
         if self._is_decided:
             return []
         self._is_decided = True
-        num_host = self._num_host(chunks)
+        on_host = [*accumulate((chunk.numel for chunk in chunks), initial=0)]
+        errors = [abs(self._fraction * on_host[-1] - numel) for numel in on_host]
+        num_host = errors.index(min(errors))  # the smaller number on a tie
         reason = f"fraction {self._fraction:g}"
         wanted = [Move(chunk, position < num_host, reason) for position, chunk in enumerate(chunks)]
         return sorted(
@@ -107,13 +109,6 @@ class StaticPlacementPolicy:
     def evict(self, chunks: Sequence[StateChunk], num_bytes: int) -> list[Move]:
         """Return moves that free memory on the device; see `AutoPlacementPolicy.evict`."""
         return _evictions(chunks, num_bytes, "out of memory")
-
-    def _num_host(self, chunks: Sequence[StateChunk]) -> int:
-        """Return how many first chunks come nearest to the fraction, or the smaller number on a tie."""
-        wanted = self._fraction * sum(chunk.numel for chunk in chunks)
-        on_host = accumulate((chunk.numel for chunk in chunks), initial=0)
-        errors = [abs(wanted - numel) for numel in on_host]
-        return errors.index(min(errors))
 
 
 class AutoPlacementPolicy:

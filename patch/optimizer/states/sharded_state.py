@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
+from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.memory.disk import on_host, write_values
 from patch.optimizer.kernels.low_bit_moments import RngCoords, elements_of
@@ -199,23 +200,15 @@ def zeros_of_frozen(
         stored: the keys of the states that this rank stores.
         prefix: the shards' keys are `prefix` + "." + state + "." + the weight's key.
     """
-    shards = [
-        (owner in trained, shard)
-        for owner, found in _shards_by_parameter(model_state).items()
-        for shard, _ in found
-    ]
-    everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, stored)
+    shards = [found for owner, found in _shards_by_parameter(model_state).items() if owner not in trained]
+    everywhere = set[str]().union(*all_gather_object(stored))
     filled: ShardedStateDict = {}
-    for is_trained, shard in shards:
-        for name, dtype in {} if is_trained else dtypes.items():
-            key = _key(prefix, name)
-            if not any(key + shard.key in keys for keys in everywhere):
-                continue
-            shape = _fewer(_local_shape(shard), elements_of(name))
+    for (shard, _), (name, dtype) in product(chain.from_iterable(shards), dtypes.items()):
+        key, each = _key(prefix, name), elements_of(name)
+        if key + shard.key in everywhere:
+            shape = _fewer(_local_shape(shard), each)
             zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
-            rectangle = (0,) * len(shape), shape
-            filled |= _entry(shard, key, zeros, rectangle, _replica(shard)[2], elements_of(name))
+            filled |= _entry(shard, key, zeros, ((0,) * len(shape), shape), _replica(shard)[2], each)
     return filled
 
 

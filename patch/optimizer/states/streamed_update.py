@@ -35,9 +35,6 @@ class StreamedUpdates:
         kernel: the device's kernel.
     """
 
-    failure_rate, busy_s, waited_s, disk_wait_s = 0.0, 0.0, 0.0, 0.0
-    """No update is speculative, and no thread of the host works or waits."""
-
     def __init__(self, chunks: HostedChunks, kernel: AdamKernel) -> None:
         self._hosted, self._device, self._kernel = chunks, chunks.device, kernel
         self._buffers: list[_Buffer] = []
