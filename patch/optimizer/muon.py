@@ -44,6 +44,10 @@ _Piece = tuple[int, torch.Tensor, torch.Tensor]
 """First element of a part of a parameter, and the part's momentum and gradient."""
 
 
+_WHOLE = Matrix(None, list, lambda local, parts: local.copy_(parts[0]))
+"""A parameter that is one whole matrix."""
+
+
 class Muon:
     """The momentum of the matrices in parameter groups with `orthogonalizes`, and their directions.
 
@@ -118,10 +122,7 @@ class Muon:
         return g + momentum * beta if self._config.muon_use_nesterov else momentum
 
     def _orthogonalize(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:
-        local, matrix = whole.view(parameter.shape), self._matrices.get(parameter)
-        if matrix is None:
-            local.copy_(self._scaled(local))
-            return
+        local, matrix = whole.view(parameter.shape), self._matrices.get(parameter, _WHOLE)
         shards = [local]
         if matrix.group is not None:
             shards = [torch.empty_like(local) for _ in range(matrix.group.size())]

@@ -42,7 +42,7 @@ class Matrix(NamedTuple):
     """The tensor-parallel ranks that share it, or None if each has all of it."""
     split: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     """Returns the matrices from the parameter's shards on all ranks of `group`."""
-    join: Callable[[torch.Tensor, list[torch.Tensor]], None]
+    join: Callable[[torch.Tensor, list[torch.Tensor]], object]
     """Writes this rank's shard of the parameter from the matrices."""
 
 

@@ -36,7 +36,7 @@ class DiskUpdates(HostUpdates):
 
     def __init__(self, chunks: HostedChunks, disk: DiskMemory) -> None:
         super().__init__(chunks, disk)
-        self._disk = disk
+        self.disk = disk
         self._free: deque[_Buffer] = deque()
         self._reads: dict[StateChunk, _Buffer] = {}
         """Chunks that are read ahead; `_lock` guards it and `_free`."""
@@ -95,7 +95,7 @@ class DiskUpdates(HostUpdates):
         buffer.jobs = [
             job
             for name, state in chunk.states.items()
-            for job in self._disk.start_read(state.data, buffer.states[name].data, buffer.jobs)
+            for job in self.disk.start_read(state.data, buffer.states[name].data, buffer.jobs)
         ]
         return buffer
 
@@ -117,7 +117,7 @@ class DiskUpdates(HostUpdates):
                 taken.jobs = [
                     job
                     for name, state in (outputs.shadow or update.chunk.states).items()
-                    for job in self._disk.start_write(taken.states[name].data, state.data)
+                    for job in self.disk.start_write(taken.states[name].data, state.data)
                 ]
             finally:  # after an error the next user of the buffer fails too
                 with self._lock:

@@ -115,7 +115,6 @@ class HybridAdam:
         host memory. None if there are none."""
         every = self.host_updates, self.disk_updates, self.streamed_updates
         self._all_updates = [updates for updates in every if updates is not None]
-        self._disk = offload.disk if offload else None
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
         self.manager.allocate()
@@ -203,7 +202,7 @@ class HybridAdam:
 
     def report(self) -> OptimizerReport:
         """Report where states are, and the cost of offload."""
-        disk_bytes = self.manager.disk_bytes
+        disk_bytes, of_disk = self.manager.disk_bytes, self.disk_updates
         return OptimizerReport(
             num_chunks=len(self.manager.chunks),
             chunk_numel=self.manager.size,
@@ -212,8 +211,8 @@ class HybridAdam:
             offload_fraction=self.manager.offload_fraction,
             largest_peak=self.placement.largest_peak,
             disk_bytes=disk_bytes,
-            disk_moved_bytes=self._disk.num_bytes_moved if self._disk else 0,
-            disk_wait_s=self.disk_updates.disk_wait_s if self.disk_updates else 0.0,
+            disk_moved_bytes=of_disk.disk.num_bytes_moved if of_disk else 0,
+            disk_wait_s=of_disk.disk_wait_s if of_disk else 0.0,
             speculation_failure_rate=self.host_updates.failure_rate if self.host_updates else None,
         )
 

@@ -181,9 +181,8 @@ class Zero3FlatParams(DetachedFlatParams):
         for run in self._runs.get(0, []):
             for own, place in self._own_places(run):
                 own.copy_(place)
-        for unit in self._runs:
-            if unit:
-                self.free(unit)
+        for unit in self.units:
+            self.free(unit)
 
     @property
     def units(self) -> list[int]:
@@ -242,12 +241,11 @@ class Zero3FlatParams(DetachedFlatParams):
         if self._whole is None:
             return
         self.store_whole()
-        for unit, runs in self._runs.items():
-            for run in runs if unit == 0 else ():
-                run.memory.copy_(self._whole[run.begin : run.begin + run.memory.numel()])
-                self._show(run, is_gathered=True)
-            if unit:
-                self.free(unit)
+        for run in self._runs.get(0, []):
+            run.memory.copy_(self._whole[run.begin : run.begin + run.memory.numel()])
+            self._show(run, is_gathered=True)
+        for unit in self.units:
+            self.free(unit)
         self._whole = None
 
     def _part(self, run: _UnitBuffer, index: int, memory: torch.Tensor) -> torch.Tensor:
