@@ -177,25 +177,23 @@ def flat_layout(
     if zero_stage.shards_parameters:
         numbers = _unit_numbers(trained.stages, config.param_persistence_threshold)
         units, on_host = [numbers[each] for each in trained.parameters], _units_on_host(numbers, config)
-
-    def buffer_group_of(
-        group: dist.ProcessGroup, dtype: torch.dtype, gather_dtype: torch.dtype | None, is_on_host: bool
-    ) -> BufferGroup:
-        return BufferGroup(
-            zero_stage, group, dtype, own or group, replica_group, reduce_dtype, gather_dtype,
-            all_gather_groups.get(own or group), is_on_host,
-        )  # fmt: skip
-
+    kinds = [
+        (dp_groups[index], parameter.dtype, getattr(parameter, "gather_dtype", None), unit)
+        for index, parameter, unit in zip(trained.group_indices, trained.parameters, units, strict=True)
+    ]
     placed = []
-    for index, parameter, unit in zip(trained.group_indices, trained.parameters, units, strict=True):
-        group, gather_dtype = dp_groups[index], getattr(parameter, "gather_dtype", None)
+    for group, dtype, gather_dtype, unit in kinds or [(groups.dp_cp, trained.dtype, None, 0)]:
         # A single rank gathers nothing; at `PARAMETERS`, parameters that stay whole keep their own dtype.
         is_gathered = zero_stage.shards_states and (own or group).size() > 1
         is_gathered &= unit > 0 or not zero_stage.shards_parameters
-        gather_dtype = gather_dtype if is_gathered else None
-        placed.append(buffer_group_of(group, parameter.dtype, gather_dtype, unit in on_host))
-    buffer_groups = [*dict.fromkeys(placed)] or [buffer_group_of(groups.dp_cp, trained.dtype, None, False)]
-    specs = trained.specs([buffer_groups.index(each) for each in placed], units)
+        placed.append(
+            BufferGroup(
+                zero_stage, group, dtype, own or group, replica_group, reduce_dtype,
+                gather_dtype if is_gathered else None, all_gather_groups.get(own or group), unit in on_host,
+            )
+        )  # fmt: skip
+    buffer_groups = [*dict.fromkeys(placed)]
+    specs = trained.specs([buffer_groups.index(each) for each in placed[: len(kinds)]], units)
     is_padded = config.ddp_pad_buckets_for_high_nccl_busbw and any(d.group.size() > 1 for d in buffer_groups)
     shares = [buffer_group.num_shards for buffer_group in buffer_groups]
     buckets = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)

@@ -18,7 +18,7 @@ from patch.memory.disk import DiskMemory, Jobs
 from patch.memory.offload_device import HOST
 from patch.optimizer.kernels.spec import AdamScalars
 from patch.optimizer.states.chunk import Chunk, StateChunk
-from patch.optimizer.states.host_buffers import HostedChunks, OutputBuffers, resize
+from patch.optimizer.states.host_buffers import HostedChunks, OutputBuffers, fit_pool
 from patch.optimizer.states.host_update import HostUpdates, States, _ChunkUpdate
 
 NUM_BUFFERS = 4
@@ -50,7 +50,7 @@ class DiskUpdates(HostUpdates):
         super().resize_buffers(chunks)
         self._drop_reads()
         self._order = ()
-        resize(self._free, min(len(chunks), NUM_BUFFERS), lambda: _Buffer(self._hosted.make_states(HOST)))
+        fit_pool(self._free, min(len(chunks), NUM_BUFFERS), lambda: _Buffer(self._hosted.make_states(HOST)))
 
     def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
         """Update chunks in the background; see HostUpdates."""

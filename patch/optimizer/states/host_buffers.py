@@ -80,7 +80,7 @@ class OutputBuffers:
         """Whether `param` has, or gets by a copy in flight, the chunk's weights of the device."""
 
 
-def resize(pool: MutableSequence[_Buffer], number: int, make: Callable[[], _Buffer]) -> None:
+def fit_pool(pool: MutableSequence[_Buffer], number: int, make: Callable[[], _Buffer]) -> None:
     """Drop or make buffers until a pool has this number."""
     while len(pool) > number:
         pool.pop()
@@ -130,14 +130,14 @@ class HostBuffers:
                     self.kept[chunk] = OutputBuffers(self._chunks)
         except MemoryError:  # a step can do without them
             self._max_kept, self.kept = 0, {}
-        resize(self.outputs, min(_NUM_ALWAYS, num_chunks), partial(OutputBuffers, self._chunks))
+        fit_pool(self.outputs, min(_NUM_ALWAYS, num_chunks), partial(OutputBuffers, self._chunks))
         has_param = self._reads_param and len(self.kept) < len(copied)
         if self.inputs and (self.inputs[0].param is not None) != has_param:
             self.inputs.clear()
         input_bytes = self._grad_bytes + self._weight_bytes * has_param
         most = _NUM_ALWAYS + int(_INPUT_MEMORY_SHARE * self._chunks.spare_bytes) // input_bytes
         num_inputs = min(num_chunks, max(_NUM_ALWAYS, int(num_chunks * _INPUT_SHARE)), most)
-        resize(self.inputs, num_inputs, partial(InputBuffers, self._chunks, has_param=has_param))
+        fit_pool(self.inputs, num_inputs, partial(InputBuffers, self._chunks, has_param=has_param))
         most = int((self._room - len(self.kept) * self._weight_bytes) / self._shadow_bytes)
         num_shadows = min(int(num_chunks * _SPECULATIVE_SHARE), most)
-        resize(self.shadow_outputs, num_shadows, partial(OutputBuffers, self._chunks, self._memory))
+        fit_pool(self.shadow_outputs, num_shadows, partial(OutputBuffers, self._chunks, self._memory))

@@ -27,6 +27,7 @@ WINDOW = 64
 WARM_UP = 2
 """Steps before the first chunk moves to the device, because memory still grows in a process's first steps."""
 _MAX_PATIENCE = 4096
+_OUT_OF_MEMORY = "out of memory"
 
 
 class Move(NamedTuple):
@@ -108,7 +109,7 @@ class StaticPlacementPolicy:
 
     def evict(self, chunks: Sequence[StateChunk], num_bytes: int) -> list[Move]:
         """Return moves that free memory on the device; see `AutoPlacementPolicy.evict`."""
-        return _evictions(chunks, num_bytes, "out of memory")
+        return _evictions(chunks, num_bytes, _OUT_OF_MEMORY)
 
 
 class AutoPlacementPolicy:
@@ -142,7 +143,7 @@ class AutoPlacementPolicy:
         free = memory.usable_bytes - memory.fixed_bytes - on_device - peak - self._threshold
         if free < 0:
             reason = f"{size_text(-free)} short of the largest peak, {size_text(peak)}"
-            return self._evict(chunks, -free, reason)
+            return self.evict(chunks, -free, reason)
         if peak > self._largest_peak:
             self._free.clear()
         self._largest_peak = peak
@@ -155,11 +156,10 @@ class AutoPlacementPolicy:
             self._free.clear()
         return promotions
 
-    def evict(self, chunks: Sequence[StateChunk], num_bytes: int) -> list[Move]:
+    def evict(
+        self, chunks: Sequence[StateChunk], num_bytes: int, reason: str = _OUT_OF_MEMORY
+    ) -> list[Move]:
         """Return moves that free at least `num_bytes` on the device, or all chunks on the device."""
-        return self._evict(chunks, num_bytes, "out of memory")
-
-    def _evict(self, chunks: Sequence[StateChunk], num_bytes: int, reason: str) -> list[Move]:
         evictions = _evictions(chunks, num_bytes, reason)
         if evictions:
             self.back_off()
