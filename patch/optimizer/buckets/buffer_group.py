@@ -240,8 +240,7 @@ def frozen_layout(
             specs.append(ParamSpec(parameter.numel(), 0, False, stage, buffer_groups.index(found), 0, unit))
     if not named:
         return None
-    shares = [buffer_group.num_shards for buffer_group in buffer_groups]
-    buckets = lay_out(specs, config.reduce_bucket_size, shares)
+    buckets = lay_out(specs, config.reduce_bucket_size, [each.num_shards for each in buffer_groups])
     return FlatLayout(ManagedParams(stages, named), buffer_groups, specs, buckets)
 
 

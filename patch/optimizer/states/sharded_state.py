@@ -217,22 +217,18 @@ def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Rectang
     rectangles."""
     if begin >= end:
         return
-    if len(shape) == 1:
-        yield (begin,), (end - begin,)
-        return
     row = math.prod(shape[1:])
-    first, last = begin // row, (end - 1) // row
-    if begin % row or end < (first + 1) * row:
-        stop = min(end, (first + 1) * row)
-        for offset, part in rectangles(shape[1:], begin - first * row, stop - first * row):
-            yield (first, *offset), (1, *part)
-        yield from rectangles(shape, stop, end)
-        return
-    whole = end // row - first
-    yield (first, *(0 for _ in shape[1:])), (whole, *shape[1:])
-    if end % row:
-        for offset, part in rectangles(shape[1:], 0, end - last * row):
-            yield (last, *offset), (1, *part)
+    first, last = -(-begin // row), end // row  # the rows from the first to the last are whole
+
+    def within(number: int, start: int, stop: int) -> Iterator[Rectangle]:
+        for offset, part in rectangles(shape[1:], start - number * row, stop - number * row):
+            yield (number, *offset), (1, *part)
+
+    yield from within(first - 1, begin, min(first * row, end))
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if first <= last:
+        yield from within(last, last * row, end)
 
 
 def _shards_by_parameter(model_state: ShardedStateDict) -> dict[int, list[tuple[ShardedTensor, int]]]:
