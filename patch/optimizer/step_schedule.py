@@ -411,7 +411,7 @@ class StepSchedule:
                 pending = flat.start_gather(index)
                 if pending is None and self._aside is not None:
                     # There is one shard. Only the stream aside has waited for the update; compute has not.
-                    pending = queued_on(self._aside, self._device)
+                    pending = queued_on(self._aside)
             if pending is None:
                 increment_version(self._params.members[index])
             else:

@@ -127,7 +127,7 @@ class Zero3FlatParams(DetachedFlatParams):
                     if group is not None:
                         gathers.append(start_all_gather(self._part(run, index, memory), own, group))
             if group is None:  # there is one shard
-                gathers.append(queued_on(streams_of(device).current_stream(), device))
+                gathers.append(queued_on(streams_of(device).current_stream()))
         return gathers
 
     def _sent(self, index: int, place: torch.Tensor) -> torch.Tensor:
