@@ -236,8 +236,8 @@ class TimedDevice(FakeOffloadDevice):
         event.milliseconds = self._ms
         return event
 
-    def _copy(self, copies: Sequence, stream: Any) -> Any:
-        event = super()._copy(copies, stream)
+    def _copy(self, copies: Sequence, stream: Any, after: Any) -> Any:
+        event = super()._copy(copies, stream, after)
         self._ms += self._ms_per_byte * sum(source.nbytes for source, _ in copies)
         event.milliseconds = self._ms
         return event
