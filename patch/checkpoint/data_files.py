@@ -33,7 +33,7 @@ from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.stored import Piece
 from patch.compat.checkpoint_format import COMMON_IS_OBJECT, StorageInfo, common_files
 from patch.device import start_thread
-from patch.memory import on_host
+from patch.memory.disk import on_host
 from patch.storage.checksums import Checksum, SummedFile, write_summed
 from patch.storage.names import COMMON_KEY, METADATA_FILE
 from patch.storage.places import AnyPath

@@ -11,7 +11,7 @@ import torch
 from patch.checkpoint.data_files import Value
 from patch.device import stream_of, streams_of
 from patch.logger import get_logger
-from patch.memory import is_on_disk
+from patch.memory.disk import is_on_disk
 from patch.memory.offload_device import allocate_pinned
 
 _logger = get_logger(__name__)

@@ -41,7 +41,7 @@ from patch.device import is_finite
 from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.memory import is_on_disk, write_values
+from patch.memory.disk import is_on_disk, write_values
 from patch.storage.names import COMMON_FILE, COMMON_KEY, METADATA_FILE
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath

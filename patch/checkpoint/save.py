@@ -38,7 +38,7 @@ from patch.device import start_thread
 from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.memory import is_on_disk
+from patch.memory.disk import is_on_disk
 from patch.storage.atomic import StagedFolder
 from patch.storage.checksums import Checksum, SummedFile, write_summed
 from patch.storage.lock import check_held

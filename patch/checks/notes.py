@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from patch.checks.layout import SPLIT_ACCOUNTING_FLAGS
 from patch.checks.precision import idle_flags
 from patch.config.choices import PRECISIONS, ZeroStage
 from patch.config.experts import ExpertsConfig
 from patch.config.fields import FIELDS, scalar_of, value_of
-from patch.config.optimizer_schema import OptimizerConfig
 from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -18,6 +18,7 @@ from patch.families.adapters import AdapterConfig
 from patch.families.selection import trained_rows
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.features.backends import no_transformer_engine
+from patch.features.optimizers import OPTIMIZERS, optimizer_of
 from patch.features.table import FEATURES, TP_OVERLAP, WITHOUT_TP_OVERLAP
 
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
@@ -64,15 +65,14 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     policy = optimizer.optimizer_offload_policy
     with_policy = f" with {where('optimizer_offload_policy')} {scalar_of(config, 'optimizer_offload_policy')}"
     has_one_stage = config.virtual_pipeline_size == 1
-    of_adam = ("adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay")
-    of_muon = tuple(name for name in OptimizerConfig.__slots__ if name.startswith("muon"))
-    for names, fields in (("adam muon", of_adam), ("sgd", ("sgd_momentum",)), ("muon", of_muon)):
-        yield optimizer.optimizer not in names, fields, f" with {where('optimizer')} {optimizer.optimizer}"
+    kind, of_some = optimizer_of(optimizer), chain.from_iterable(each.fields for each in OPTIMIZERS.values())
+    unread = tuple(field for field in dict.fromkeys(of_some) if field not in kind.fields)
+    yield True, unread, f" with {where('optimizer')} {optimizer.optimizer}"
     ends = {EMBEDDING_PARAMETER, TIED_OUTPUT}
     trained = {row.name: row.is_matrix for row in trained_rows(config.model, config.selection)}
     yield ends.isdisjoint(trained), ("decoupled_lr", "decoupled_min_lr"), ": embedding and output are frozen"
     inner = (is_matrix for name, is_matrix in trained.items() if name not in ends)
-    is_idle = optimizer.optimizer == "muon" and not config.adapter.is_on and not any(inner)
+    is_idle = kind.updates_whole_matrices and not config.adapter.is_on and not any(inner)
     yield is_idle, ("optimizer",), ": no matrix of a layer is trained, AdamW updates the rest"
     yield parallel.tensor_model_parallel_size == 1, ("sequence_parallel", "tp_comm_overlap"), " at TP=1"
     yield has_one_stage, ("num_layers_per_virtual_pipeline_stage",), ": a process has no more layers"

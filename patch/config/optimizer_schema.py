@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 
 from patch.config.choices import (
-    MOMENT_BYTES,
     Decay,
     GradientType,
     MomentType,
@@ -151,19 +150,12 @@ class OptimizerConfig:
             return sys.maxsize
         return int(host_bytes * self.optimizer_offload_host_share)
 
+    def fuses_gradients(self, *, cuda: bool) -> bool:
+        """Return whether layers add their weights' gradients to the main gradients; by default on GPUs."""
+        fuses = self.gradient_accumulation_fusion
+        return cuda if fuses is None else fuses
+
     @property
     def rounds_stochastically(self) -> bool:
         """Whether a moment is rounded stochastically."""
         return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
-
-    @property
-    def moments(self) -> dict[str, MomentType]:
-        """The dtype of each moment of a weight, by the name of the state."""
-        if self.optimizer == "sgd":
-            return {"exp_avg": self.exp_avg_dtype} if self.sgd_momentum else {}
-        return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
-
-    @property
-    def moment_bytes(self) -> float:
-        """Bytes of a weight's moments."""
-        return sum(MOMENT_BYTES[kind] for kind in self.moments.values())

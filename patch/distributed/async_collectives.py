@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -75,7 +74,9 @@ class CommHandle:
 
     _unfinished: ClassVar[set[CommHandle]] = set()
 
-    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work | torch.cuda.Event], finish: Callable[[], None] | None = None
+    ) -> None:
         self._works, self._finish = works, finish
         if self._works:
             self._unfinished.add(self)
@@ -113,21 +114,10 @@ class CommHandle:
             return start()
 
 
-class _Queued(dist.Work):
-    """The work queued on a stream so far."""
-
-    def __init__(self, streams: Any, stream: torch.cuda.Stream) -> None:
-        super().__init__()
-        self._streams, self._end = streams, stream.record_event()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._streams.current_stream().wait_event(self._end)
-        return True
-
-
-def queued_on(stream: torch.cuda.Stream, device: torch.device) -> CommHandle:
+def queued_on(stream: torch.cuda.Stream) -> CommHandle:
     """Return the work queued on a stream so far, as a handle to wait for."""
-    return CommHandle([_Queued(streams_of(device), stream)])
+    end = stream.record_event()  # None on a CPU
+    return CommHandle([] if end is None else [end])
 
 
 def follows_on_device(group: dist.ProcessGroup) -> bool:
@@ -275,7 +265,7 @@ class RoundedSums:
     """
 
     def __init__(self, numel: int, reduce_dtype: torch.dtype, device: torch.device) -> None:
-        self._device, self._streams = device, streams_of(device)
+        self._streams = streams_of(device)
         self._buffers = [
             tuple(torch.empty(numel, dtype=reduce_dtype, device=device) for _ in ("sent", "received"))
             for _ in range(NUM_BF16_SENDS_IN_FLIGHT)
@@ -307,4 +297,4 @@ class RoundedSums:
             sent.copy_(buffer)
             start_all_to_all(received, sent, group).wait()
             sum_in_fp32(received.view(group.size(), -1), out)
-            return queued_on(aside, self._device)
+            return queued_on(aside)

@@ -92,16 +92,11 @@ class CudaDevice:
 
     def copy_to_host(self, copies: Copies, after: Event) -> Event:
         """Copy on the device-to-host stream, in call order: start copies in the order of their events."""
-        with self._streams.stream(self._d2h_stream):
-            after.wait()
-        return self._copy(copies, self._d2h_stream)
+        return self._copy(copies, self._d2h_stream, after)
 
     def copy_to_device(self, copies: Copies, after: Event | None = None) -> Event:
         """Copy on the host-to-device stream, in call order."""
-        if after is not None:
-            with self._streams.stream(self._h2d_stream):
-                after.wait()
-        return self._copy(copies, self._h2d_stream)
+        return self._copy(copies, self._h2d_stream, after)
 
     def run_aside(self, work: Callable[[], object], after: Sequence[Event]) -> Event:
         """Run `work` on a stream of its own, in call order."""
@@ -131,8 +126,10 @@ class CudaDevice:
     def count(self, tensor: torch.Tensor) -> None:
         """Do nothing: torch's allocator counts activations."""
 
-    def _copy(self, copies: Copies, stream: torch.cuda.Stream) -> Event:
+    def _copy(self, copies: Copies, stream: torch.cuda.Stream, after: Event | None) -> Event:
         with self._streams.stream(stream):
+            if after is not None:
+                after.wait()
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
         # A thread that waits for a blocking event sleeps, so that the Adam kernel can use its core.

@@ -18,10 +18,11 @@ class Allocator(Protocol):
         """Allocate a buffer of (numel,) zeros."""
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Record that the caller frees a buffer. Its memory is freed with the last reference."""
+        """Record that the caller frees a buffer, whose memory is freed with the last reference."""
+        return
 
 
-class TorchAllocator:
+class TorchAllocator(Allocator):
     """Torch's own allocator of one device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -31,11 +32,8 @@ class TorchAllocator:
         """Allocate a buffer of (numel,) zeros."""
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
-    def free(self, buffer: torch.Tensor) -> None:
-        """Do nothing: torch counts references."""
 
-
-class HostAllocator:
+class HostAllocator(Allocator):
     """Pageable host memory in whole pages, which direct I/O needs; huge pages if the system has them."""
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -45,14 +43,9 @@ class HostAllocator:
         pages = mmap.mmap(-1, whole_pages(numel * dtype.itemsize), flags=flags)
         pages.madvise(mmap.MADV_DONTFORK)  # a forked copy would miss data that a disk read still writes
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with suppress(OSError):  # this kernel has no huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # this kernel has no huge pages
-                pass
         return torch.frombuffer(pages, dtype=dtype)[:numel]
-
-    def free(self, buffer: torch.Tensor) -> None:
-        """Do nothing: the pages are unmapped with the buffer."""
 
 
 HOST = HostAllocator()
@@ -115,7 +108,7 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     return HOST.allocate(numel, dtype)
 
 
-class PinnedAllocator:
+class PinnedAllocator(Allocator):
     """Host memory that a device copies from and to at full speed."""
 
     def __init__(self, device: OffloadDevice) -> None:
@@ -124,9 +117,6 @@ class PinnedAllocator:
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Allocate a buffer of (numel,) zeros."""
         return self._device.allocate_pinned(numel, dtype).zero_()
-
-    def free(self, buffer: torch.Tensor) -> None:
-        """Do nothing: the pages are unmapped with the buffer."""
 
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]

@@ -12,6 +12,7 @@ is freed. A copy back waits until compute has finished with its target memory.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
@@ -30,6 +31,7 @@ class HostBlocks:
     def __init__(self, device: OffloadDevice) -> None:
         self._device = device
         self._free: list[torch.Tensor] = []
+        """Free blocks by size."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Take a (n,) uint8 block of at least this many bytes; its content is undefined.
@@ -37,18 +39,18 @@ class HostBlocks:
         Raises:
             MemoryError: the system cannot pin that much memory.
         """
-        large_enough = [index for index, block in enumerate(self._free) if block.numel() >= num_bytes]
-        if large_enough:
-            return self._free.pop(min(large_enough, key=lambda index: self._free[index].numel()))
+        smallest = bisect_left(self._free, num_bytes, key=torch.Tensor.numel)
+        if smallest < len(self._free):
+            return self._free.pop(smallest)
         if self._free:  # the new block replaces the largest free block, which is too small
-            self._free.pop(max(range(len(self._free)), key=lambda index: self._free[index].numel()))
+            self._free.pop()
         # Round up by at most an eighth, so that groups of nearly equal sizes share blocks.
         unit = max(_LEAST_UNIT, 1 << max(num_bytes.bit_length() - 4, 0))
         return self._device.allocate_pinned(-(-num_bytes // unit) * unit, torch.uint8)
 
     def give(self, block: torch.Tensor) -> None:
         """Return a block. Later copies must not overtake earlier copies from or to the block."""
-        self._free.append(block)
+        insort(self._free, block, key=torch.Tensor.numel)
 
 
 _ALIGNMENT = 512

@@ -55,22 +55,18 @@ class SimulatedDevice:
         """Do nothing: the CPU is always current."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Count bytes that are allocated elsewhere, for example weights and gradients.
+        """Count bytes that are allocated elsewhere, for example weights and gradients; negative: freed bytes.
 
         Raises:
             SimulatedOutOfMemory: the budget is exceeded; nothing is counted.
         """
-        if self.allocated_bytes + num_bytes > self.budget:
+        if num_bytes > 0 and self.allocated_bytes + num_bytes > self.budget:
             raise SimulatedOutOfMemory(
                 f"{num_bytes} bytes do not fit on the simulated device: {self.allocated_bytes} are in use, "
                 f"expected at most {self.budget} together (--simulated-device-memory)"
             )
         self.allocated_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self.allocated_bytes)
-
-    def release(self, num_bytes: int) -> None:
-        """Stop counting bytes that `reserve` counted."""
-        self.allocated_bytes -= num_bytes
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Allocate a buffer of (numel,) zeros.
@@ -83,7 +79,7 @@ class SimulatedDevice:
 
     def free(self, buffer: torch.Tensor) -> None:
         """Stop counting a buffer."""
-        self.release(buffer.nbytes)
+        self.reserve(-buffer.nbytes)
 
     def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate pageable host memory: pinning needs a GPU."""
@@ -157,30 +153,24 @@ class SimulatedDevice:
 class _StorageCounter:
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
         self._sizes: dict[int, int] = {}
 
     def count(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._sizes:
             self._sizes[storage._cdata] = 0
-            self._storages[storage._cdata] = weakref.ref(storage)
+            self._storages[storage._cdata] = storage
             weakref.finalize(storage, self._drop, storage._cdata).atexit = False
-        self._measure()
-
-    def _measure(self) -> None:
         # Recomputation frees the memory of a storage and allocates it again.
-        sizes = {key: storage.nbytes() for key, ref in self._storages.items() if (storage := ref())}
-        grown = sum(sizes.values()) - sum(self._sizes[key] for key in sizes)
-        if grown > 0:
-            self._device.reserve(grown)
-        else:
-            self._device.release(-grown)
+        sizes = {key: each.nbytes() for key, each in self._storages.items()}
+        self._device.reserve(sum(sizes.values()) - sum(self._sizes[key] for key in sizes))
         self._sizes |= sizes
 
     def _drop(self, key: int) -> None:
         self._storages.pop(key, None)
-        self._device.release(self._sizes.pop(key, 0))
+        self._device.reserve(-self._sizes.pop(key, 0))
 
     def close(self) -> None:
-        self._device.release(sum(self._sizes.values()))
-        self._sizes, self._storages = {}, {}
+        self._device.reserve(-sum(self._sizes.values()))
+        self._sizes.clear()
+        self._storages.clear()

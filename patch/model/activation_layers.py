@@ -18,8 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from patch.config.schema import TrainingConfig
 from patch.layout.pipeline_stages import stage_activations
-from patch.memory import SavedTensors
-from patch.memory.saved_tensors import SavedGroup
+from patch.memory.saved_tensors import SavedGroup, SavedTensors
 
 MIN_OFFLOAD_DIVISOR = 16
 """A saved tensor stays on the device if it is smaller than this fraction (1 / 16) of the layer's input."""

@@ -39,7 +39,9 @@ from patch.families import family_called
 from patch.families.adapters import INSIDE
 from patch.families.selection import Selection
 from patch.features.backends import Backends
-from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
+from patch.memory.cuda_device import CudaDevice
+from patch.memory.saved_tensors import SavedTensors
+from patch.memory.simulated_device import UNLIMITED, SimulatedDevice
 from patch.model.activation_layers import follow_offloaded
 from patch.model.adapters import add_adapters
 from patch.model.attention.packed_sequences import PackedSequences

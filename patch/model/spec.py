@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_layer import (
 from patch.config.schema import ModelConfig, RunConfig
 from patch.families import Traits, expert_layers, family_of, layers_with_rope, layers_with_window, traits_of
 from patch.features.backends import Backends
-from patch.memory import SavedTensors
+from patch.memory.saved_tensors import SavedTensors
 from patch.model.activation_layers import StageOffload, layer_kinds
 from patch.model.attention.alibi import AlibiAttention
 from patch.model.attention.context_parallel import ContextParallelAttention

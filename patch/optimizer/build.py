@@ -13,10 +13,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
-from patch.memory import UNLIMITED, CudaDevice, DiskMemory, OffloadDevice, SimulatedDevice
-from patch.optimizer.muon import Matrix
+from patch.memory.cuda_device import CudaDevice
+from patch.memory.disk import DiskMemory
+from patch.memory.offload_device import OffloadDevice
+from patch.memory.simulated_device import UNLIMITED, SimulatedDevice
 from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.param_groups import ParamGroup
+from patch.optimizer.param_groups import Matrix, ParamGroup
 from patch.optimizer.states.offload import Offload
 from patch.optimizer.states.placement import AutoPlacementPolicy, StaticPlacementPolicy
 from patch.optimizer.trainable_params import check_arguments
@@ -45,7 +47,8 @@ def build_optimizer(
         host_bytes: host memory of this process for offloaded states.
         model_state: the model's sharded_state_dict, whose entries hold the parameters themselves. It gives
             bf16 moments the same bits in every layout. None: parameters are whole and identified by name.
-        matrices: see Muon; of which matrices parameters are made. None: each is one whole matrix.
+        matrices: of which matrices parameters are made, if matrices are updated whole. None: each parameter
+            is one matrix.
     Raises:
         ConfigError: an argument is invalid, a parameter cannot be trained, or is not in one parameter group.
         torch.OutOfMemoryError: --simulated-device-memory is too small for buffers that must be on the device.

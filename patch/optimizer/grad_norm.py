@@ -53,9 +53,8 @@ class GradNorm:
         self._parameters, self._specs, self._device = layout.held.parameters, layout.specs, layout.held.device
         self._buckets, self._groups, self._draws = buckets, groups, draws
         self._param_groups = layout.held.groups
-        parts = [bucket.buffer_group.own(bucket.range) for bucket in buckets]
-        self._begins = [begin for begin, _ in parts]
-        self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
+        self._params = [bucket.buffer_group.own_params(bucket.range) for bucket in buckets]
+        """For each bucket: the parts of parameters in the shard, and their places there."""
         self._tp_groups = [_tp_group(bucket.buffer_group, groups) for bucket in buckets]
         self.shards = [
             BucketShard(
@@ -100,8 +99,8 @@ class GradNorm:
 
     def _sum_sequence_parallel(self, group: dist.ProcessGroup | None, clock: WaitClock) -> None:
         parts = [
-            self._grad(index, param)
-            for index, param in self._all()
+            self.shards[index].grad[place]
+            for index, param, place in self._all()
             if self._tp_groups[index] is group and self._is_summed_over_tp(index, param)
         ]
         if parts:
@@ -145,27 +144,19 @@ class GradNorm:
         self, state: Callable[[int, int, int], Iterator[tuple[int, torch.Tensor]]]
     ) -> Iterator[StateRange]:
         """Yield the parts of a state; `state` yields views of a shard's range, with first elements."""
-        for index, param in self._all():
-            begin, end = param.begin - self._begins[index], param.end - self._begins[index]
-            for first, values in state(index, begin, end):
-                parameter, replica = (
-                    self._parameters[param.parameter],
-                    self._buckets[index].buffer_group.replica,
-                )
-                yield StateRange(parameter, param.offset + first - begin, values, replica)
+        for index, param, place in self._all():
+            parameter, replica = self._parameters[param.parameter], self._buckets[index].buffer_group.replica
+            for first, values in state(index, place.start, place.stop):
+                yield StateRange(parameter, param.offset + first - place.start, values, replica)
 
     def gradients(self, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the final gradients of a part of a shard, as a state of `state_ranges`."""
         yield begin, self.shards[index].grad[begin:end]
 
-    def _all(self) -> Iterator[tuple[int, ParamRange]]:
+    def _all(self) -> Iterator[tuple[int, ParamRange, slice]]:
         for index, params in enumerate(self._params):
-            for param in params:
-                yield index, param
-
-    def _grad(self, index: int, param: ParamRange) -> torch.Tensor:
-        begin = self._begins[index]
-        return self.shards[index].grad[param.begin - begin : param.end - begin]
+            for param, place in params:
+                yield index, param, place
 
     def _sums_of_squares(self, parts: list[torch.Tensor]) -> torch.Tensor:
         if not parts:
@@ -181,25 +172,23 @@ class GradNorm:
         return torch.stack([found[index] for index in range(len(parts))])
 
     def _grads_in_norm(self, index: int) -> list[torch.Tensor]:
-        merged = _merge(self._params[index], partial(self._is_in_norm, index))
-        return [self._grad(index, param) for is_counted_here, param in merged if is_counted_here]
+        merged, grad = _merge(self._params[index], partial(self._is_in_norm, index)), self.shards[index].grad
+        return [grad[place] for is_counted_here, place in merged if is_counted_here]
 
     def _ranges(self, index: int) -> list[ShardRange]:
-        begin, treatment = self._begins[index], partial(self._treatment, index)
+        treatment = partial(self._treatment, index)
         if self._draws is None:
-            return [
-                ShardRange(merged.begin - begin, merged.end - begin, *treated)
-                for treated, merged in _merge(self._params[index], treatment)
-            ]
+            merged = _merge(self._params[index], treatment)
+            return [ShardRange(place.start, place.stop, *treated) for treated, place in merged]
         found = []
-        for param in self._params[index]:
+        for param, place in self._params[index]:
             parts, end = self._draws[param.parameter], param.offset + param.end - param.begin
-            place = param.begin - begin - param.offset  # of the parameter's first element, in the shard
+            zero = place.start - param.offset  # place of the parameter's first element
             for (start, draw), stop in zip(parts, [*(start for start, _ in parts[1:]), end], strict=True):
                 first, last = max(param.offset, start), min(end, stop)
                 if first < last:
                     drawn = draw._replace(skip=first - start)
-                    found.append(ShardRange(place + first, place + last, *treatment(param), drawn))
+                    found.append(ShardRange(zero + first, zero + last, *treatment(param), drawn))
         return found
 
     def _treatment(self, index: int, param: ParamRange) -> tuple[int, bool]:
@@ -233,9 +222,9 @@ def _is_tied(parameter: torch.nn.Parameter) -> bool:
     return getattr(parameter, "shared_embedding", False)
 
 
-def _merge(params: list[ParamRange], key: Callable[[ParamRange], _Key]) -> list[tuple[_Key, ParamRange]]:
-    merged = []
-    for value, group in groupby(params, key):
-        members = list(group)
-        merged.append((value, members[0]._replace(end=members[-1].end)))
-    return merged
+def _merge(
+    params: list[tuple[ParamRange, slice]], key: Callable[[ParamRange], _Key]
+) -> Iterator[tuple[_Key, slice]]:
+    for value, group in groupby(params, lambda param: key(param[0])):
+        places = [place for _, place in group]
+        yield value, slice(places[0].start, places[-1].stop)

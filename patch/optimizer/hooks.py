@@ -19,9 +19,9 @@ import torch
 
 from patch.compat.torch_internals import current_backward, own_parameters, watch_reads
 from patch.optimizer.buckets.buffer_group import FlatLayout
-from patch.optimizer.buckets.flat_params import FlatParams
+from patch.optimizer.buckets.flat_params import DetachedFlatParams, FlatParams
 from patch.optimizer.buckets.grad_buffer import ParamGrad
-from patch.optimizer.buckets.micro_batch import NO_BACKWARD, tensors_in
+from patch.optimizer.buckets.micro_batch import NO_BACKWARD, watch_gradients
 from patch.optimizer.buckets.param_buffer import ParamBuffer
 from patch.optimizer.step_schedule import StepSchedule
 
@@ -44,7 +44,8 @@ class ModelHooks:
             flats: set[FlatParams] = {params.flat_of(self._buckets_of[each][0]) for each in trained}
             flats |= {params.sharded[parameter] for parameter in own if parameter in params.sharded}
             if flats:
-                self._watch(module, trained, flats)
+                detached = [flat for flat in flats if isinstance(flat, DetachedFlatParams)]
+                self._watch(module, trained, detached)
         for number, stage in enumerate(stages):
             self._follow(stage, number, [index for index, r in enumerate(bucket_ranges) if r.stage == number])
         for number, grad in enumerate(grads):
@@ -78,7 +79,7 @@ class ModelHooks:
         self._schedule.wait_for(sorted(set(chain.from_iterable(known))))
 
     def _watch(
-        self, module: torch.nn.Module, own: list[torch.nn.Parameter], flats: set[FlatParams]
+        self, module: torch.nn.Module, own: list[torch.nn.Parameter], flats: list[DetachedFlatParams]
     ) -> None:
         def wait(module: torch.nn.Module, *arguments: Any) -> None:
             self._need(own)
@@ -115,9 +116,7 @@ class ModelHooks:
             def on_gradient(gradient: torch.Tensor) -> None:
                 schedule.reach_stage(number, current_backward() if outer == NO_BACKWARD else outer)
 
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:  # a leaf would keep its hook for all later forwards
-                    tensor.register_hook(on_gradient)
+            watch_gradients(output, on_gradient)
 
         stage.register_forward_pre_hook(begin, prepend=True)
         stage.register_forward_hook(end, always_call=True)

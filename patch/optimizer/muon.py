@@ -6,7 +6,7 @@ the update, a step does the following:
     each rank       momentum and direction of its shards; they are elementwise and never fused
     gather          each matrix to one data-parallel rank, and there over TP
     orthogonalize   each Hugging Face tensor of the matrix (q, k and v, gate and up) by itself
-    scatter         the results take the place of the gradients; the update is SGD without a moment
+    scatter         the results take the place of the gradients; the kernel's update has no moments
 
 Source: Jordan et al., 2024 (Muon); Newton-Schulz iteration and coefficients are those of torch.optim.Muon.
 The factors of the rate are Megatron-LM's --muon-scale-mode (emerging_optimizers, get_muon_scale_factor).
@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,12 @@ import torch.distributed as dist
 from patch.compat.torch_internals import newton_schulz
 from patch.config.choices import MuonScaleMode
 from patch.config.schema import OptimizerConfig
-from patch.memory import on_host, write_values
+from patch.features.optimizers import MOMENTUM
+from patch.memory.disk import on_host, write_values
 from patch.optimizer.buckets.buffer_group import FlatLayout
 from patch.optimizer.grad_norm import GradNorm
-from patch.optimizer.states.hybrid_adam import MOMENTUM, HybridAdam
+from patch.optimizer.param_groups import Matrix
+from patch.optimizer.states.hybrid_adam import HybridAdam
 
 _COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7
 FACTORS: dict[MuonScaleMode, Callable[[int, int], float]] = {
@@ -43,15 +44,8 @@ _Piece = tuple[int, torch.Tensor, torch.Tensor]
 """First element of a part of a parameter, and the part's momentum and gradient."""
 
 
-class Matrix(NamedTuple):
-    """How a parameter is made of whole matrices."""
-
-    group: dist.ProcessGroup | None
-    """The tensor-parallel ranks that share it, or None if each has all of it."""
-    split: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-    """Returns the matrices from the parameter's shards on all ranks of `group`."""
-    join: Callable[[torch.Tensor, list[torch.Tensor]], None]
-    """Writes this rank's shard of the parameter from the matrices."""
+_WHOLE = Matrix(None, list, lambda local, parts: local.copy_(parts[0]))
+"""A parameter that is one whole matrix."""
 
 
 class Muon:
@@ -128,10 +122,7 @@ class Muon:
         return g + momentum * beta if self._config.muon_use_nesterov else momentum
 
     def _orthogonalize(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:
-        local, matrix = whole.view(parameter.shape), self._matrices.get(parameter)
-        if matrix is None:
-            local.copy_(self._scaled(local))
-            return
+        local, matrix = whole.view(parameter.shape), self._matrices.get(parameter, _WHOLE)
         shards = [local]
         if matrix.group is not None:
             shards = [torch.empty_like(local) for _ in range(matrix.group.size())]

@@ -33,7 +33,7 @@ from patch.config.schema import OptimizerConfig
 from patch.device import torch_dtype
 from patch.distributed.async_collectives import WaitClock
 from patch.errors import TrainingError
-from patch.memory import SimulatedDevice
+from patch.memory.simulated_device import SimulatedDevice
 from patch.optimizer.buckets.buffer_group import check_on_host, flat_layout, frozen_layout
 from patch.optimizer.buckets.fp8_params import check_gathers
 from patch.optimizer.buckets.grad_buffer import GradBuffer
@@ -41,17 +41,11 @@ from patch.optimizer.buckets.param_buffer import ParamBuffer
 from patch.optimizer.grad_norm import GradNorm
 from patch.optimizer.hooks import ModelHooks
 from patch.optimizer.loss_scale import loss_scale_of
-from patch.optimizer.muon import Matrix, Muon
-from patch.optimizer.param_groups import ParamGroup, default_param_groups
+from patch.optimizer.muon import Muon
+from patch.optimizer.param_groups import Matrix, ParamGroup, default_param_groups
 from patch.optimizer.states.hybrid_adam import HybridAdam, OptimizerReport
 from patch.optimizer.states.offload import Offload
-from patch.optimizer.states.sharded_state import (
-    ShardStates,
-    rng_coords_of,
-    sharded_ranges,
-    sharded_weights,
-    zeros_of_frozen,
-)
+from patch.optimizer.states.sharded_state import ShardStates, rng_coords_of, sharded_weights
 from patch.optimizer.step_schedule import LocalCheck, StepSchedule
 from patch.optimizer.trainable_params import TrainableParams, check_arguments, check_rows
 from patch.optimizer.zero3.sharded_params import UnitVisits, has_values
@@ -119,15 +113,20 @@ class OverlappedDistributedOptimizer:
         self.adam = HybridAdam(self._grad_norm.shards, config, param_groups, offload, fixed_bytes)
         self._muon = Muon(layout, self._grad_norm, self.adam, config, matrices or {})
         self.schedule = StepSchedule(
-            layout, frozen, params, grads, self.adam, self._grad_norm, groups.dp_cp, self._clock
+            layout, params, grads, self.adam, self._grad_norm, groups.dp_cp, self._clock
         )
         ModelHooks(layout, params, grads.params, self.schedule)
         self.placement = self.adam.placement
         self.placement.before_move.append(self.start_param_sync)
+        norm, main_dtype = self._grad_norm, torch_dtype(config.main_grads_dtype)
         self._states = ShardStates(
+            "optimizer.state",
             self.adam.dtypes,
-            lambda name: self._grad_norm.state_ranges(partial(self.adam.state, name)),
+            lambda name: norm.state_ranges(partial(self.adam.state, name)),
             self.parameters,
+        )
+        self._gradients = ShardStates(
+            "gradient", {"": main_dtype}, lambda _: norm.state_ranges(norm.gradients), self.parameters
         )
 
     def count_on(self, device: SimulatedDevice) -> None:
@@ -370,11 +369,7 @@ class OverlappedDistributedOptimizer:
         They are not clipped, and are multiplied by the loss scale. `model_state`: see `sharded_state_dict`.
         A collective of the job.
         """
-        ranges = self._grad_norm.state_ranges(self._grad_norm.gradients)
-        trained, dtype = set(map(id, self.parameters)), torch_dtype(self.config.main_grads_dtype)
-        found = sharded_ranges(model_state, ranges, "gradient.")
-        stored = {entry.key for entry in found.values()}
-        return found | zeros_of_frozen(model_state, trained, {"": dtype}, stored, "gradient")
+        return self._gradients.sharded(model_state, is_loading=False)
 
 
 def _not_finite(step: int, grad_norm: float) -> TrainingError:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import OptimizerConfig
 from patch.errors import ConfigError, TrainingError
+from patch.features.optimizers import optimizer_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +28,21 @@ class ParamGroup:
     min_lr: float | None = None
     """The group's limits of the schedule, see `learning_rate`, or None to use the configuration's."""
     orthogonalizes: bool = False
-    """Whether the update is Muon's; all parameters are matrices."""
+    """Whether the parameters are matrices that are updated whole (muon.py)."""
     data_parallel_group: dist.ProcessGroup | None = None
     """The ranks that hold copies of these parameters and sum their gradients, as for experts. None: the
     job's data-parallel ranks. All ranks must have the same groups, if need be without parameters."""
+
+
+class Matrix(NamedTuple):
+    """How a parameter is made of whole matrices."""
+
+    group: dist.ProcessGroup | None
+    """The tensor-parallel ranks that share it, or None if each has all of it."""
+    split: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+    """Returns the matrices from the parameter's shards on all ranks of `group`."""
+    join: Callable[[torch.Tensor, list[torch.Tensor]], object]
+    """Writes this rank's shard of the parameter from the matrices."""
 
 
 def default_param_groups(
@@ -42,9 +55,9 @@ def default_param_groups(
     """Apply megatron-core's rules: matrices decay; vectors (norms, biases) and any "bias" do not.
 
     With a decoupled rate (--decoupled-lr), weights that megatron-core marks as embedding or output layer form
-    separate groups. So do Muon's matrices, and parameters whose names end with a key of `rates`, a factor on
-    the learning rate. Distributed experts (marked `allreduce=False`, EP > 1) form separate groups on all
-    ranks, even without experts.
+    separate groups. So do matrices that are updated whole, and parameters whose names end with a key of
+    `rates`, a factor on the learning rate. Distributed experts (marked `allreduce=False`, EP > 1) form
+    separate groups on all ranks, even without experts.
     Source: megatron/core/optimizer/__init__.py, `get_standard_config_overrides`; there a parameter without
     dimensions decays, here it does not.
     """
@@ -53,11 +66,11 @@ def default_param_groups(
     ranks_of_experts = getattr(groups, "ep", None)  # missing without experts; None since 0.19
     if groups is not None and ranks_of_experts is not None and ranks_of_experts.size() > 1:
         of_experts = groups.expt_dp
-    has_muon = config.optimizer == "muon"
+    has_whole_matrices = optimizer_of(config).updates_whole_matrices
     members: dict[tuple[bool, dist.ProcessGroup | None, bool, bool, float], list[torch.nn.Parameter]] = {
         (*kind, decays, is_matrix, factor): []
         for kind in ((False, None), (False, of_experts), (is_decoupling, None))
-        for decays, is_matrix in ((True, False), (False, False), *([(True, True)] * has_muon))
+        for decays, is_matrix in ((True, False), (False, False), *([(True, True)] * has_whole_matrices))
         for factor in (1.0, *rates.values())
     }
     for stage in stages:
@@ -66,7 +79,7 @@ def default_param_groups(
                 is_marked = getattr(parameter, "is_embedding_or_output_parameter", False)
                 holders = None if getattr(parameter, "allreduce", True) else of_experts
                 decays = parameter.ndim > 1 and not name.endswith(".bias")
-                is_matrix = has_muon and parameter.ndim == 2 and not is_marked
+                is_matrix = has_whole_matrices and parameter.ndim == 2 and not is_marked
                 factor = next((rates[end] for end in rates if name.endswith(end)), 1.0)
                 members[is_marked and is_decoupling, holders, decays, is_matrix, factor].append(parameter)
     return [

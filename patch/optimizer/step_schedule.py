@@ -89,14 +89,12 @@ class StepSchedule:
 
     Args:
         layout: the layout of the trained parameters.
-        frozen: the layout of sharded frozen parameters, or None.
         group: the data-parallel ranks, which need equal numbers of micro-batches at stage `gradients`.
     """
 
     def __init__(
         self,
         layout: FlatLayout,
-        frozen: FlatLayout | None,
         params: ParamBuffer,
         grads: GradBuffer,
         adam: HybridAdam,
@@ -131,7 +129,7 @@ class StepSchedule:
         is_sharded = any(each.num_shards > 1 for each in layout.buffer_groups)
         self._aside = stream_of(self._device, "gathers") if is_sharded else None
         self._reset()
-        self.units = Zero3Scheduler(layout, frozen, params, self, clock)
+        self.units = Zero3Scheduler(layout, params, self, clock)
         self._main_grads = [grads.main_grad(each, partial(self._open_place, each)) for each in grads.params]
 
     # Prepare.
@@ -413,7 +411,7 @@ class StepSchedule:
                 pending = flat.start_gather(index)
                 if pending is None and self._aside is not None:
                     # There is one shard. Only the stream aside has waited for the update; compute has not.
-                    pending = queued_on(self._aside, self._device)
+                    pending = queued_on(self._aside)
             if pending is None:
                 increment_version(self._params.members[index])
             else:
@@ -474,7 +472,7 @@ def _turns(layout: FlatLayout, params: ParamBuffer) -> list[list[int]]:
     last: int | None = None
     for index, bucket_range in enumerate(layout.bucket_ranges):
         parameter = bucket_range.params[-1].parameter if bucket_range.params else None
-        if params.flat_of(index).needs_preparation and parameter is not None and parameter == last:
+        if params.flat_of(index) in params.to_prepare and parameter is not None and parameter == last:
             parts[-1].append(index)
         else:
             parts.append([index])

@@ -15,7 +15,7 @@ from patch.families import Kind, ModelConfig, WeightRow, attended_channels, trai
 from patch.families.adapters import adapters_of, are_experts_single
 from patch.layout import chunk_length, keeps_logits
 from patch.layout.pipeline_stages import stage_activations
-from patch.plan.parameters import by_layer, element_bytes, fuses_gradients, matrices_per_rank
+from patch.plan.parameters import by_layer, element_bytes, matrices_per_rank
 from patch.plan.pipeline import Schedule, moments
 from patch.storage.teacher_store import known_header
 
@@ -100,7 +100,8 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
     in_flight = 2 * boundary if last else 0
     if config.adapter.quantize_base:  # a product's weight is dense
         in_flight += max(matrices_per_rank(config)) * size
-    rows, is_summed = config.padded_vocab_size // tp_size, cuda and fuses_gradients(config, cuda=cuda)
+    rows = config.padded_vocab_size // tp_size
+    is_summed = cuda and config.optimizer.fuses_gradients(cuda=cuda)
     has_gradient = stage == 0 and not (is_adapted or is_summed)
     table = rows * model.hidden_size * size
     backward = _backward(layers)
@@ -208,8 +209,8 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
     weight_sum = rows * hidden * _FP32 * (1 if cuda else 2) if has_sum else 0
     if config.adapter.is_on:  # the weight has no gradient
         return tokens * hidden * size, logits
-    is_written = cuda and fuses_gradients(config, cuda=cuda) and not config.model.normalize_output_weight
-    if is_written:  # no temporary tensor
+    fuses = cuda and config.optimizer.fuses_gradients(cuda=cuda)
+    if fuses and not config.model.normalize_output_weight:  # no temporary tensor
         if keeps_logits(tokens, hidden, size):
             narrow = min(chunk, tokens) * rows * size
             return tokens * (2 * hidden + rows) * size, logits - narrow

@@ -13,6 +13,7 @@ from patch.device import MachineFacts
 from patch.families import expert_layers, weight_rows
 from patch.families.weights import TIED_OUTPUT
 from patch.features.backends import choose_backends
+from patch.features.optimizers import bytes_saved_in_matrices, moment_bytes, optimizer_of
 from patch.plan import memory, parameters
 from patch.plan.activations import activation_bytes, dispatch_of
 from patch.plan.documents import formulas_of_documents
@@ -131,10 +132,10 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         f" / {config.state_group_size}{of_experts}" if shared else ""
         for shared in (config.gathers_weights_per_pass, stage.shards_gradients, stage.shards_states)
     )
-    less = ", less what is on the host" if any(host[:2]) else ""
+    not_here = ", less what is on the host" if any(host[:2]) else ""
     if config.gathers_weights_per_pass:
         whole = sum(unit.total for unit in memory.units_of(config, None, as_kept=True))
-        less = f" of the {size_text(whole)} in layers and vocabulary, the rest whole{less}"
+        not_here = f" of the {size_text(whole)} in layers and vocabulary, the rest whole{not_here}"
     kind = PRECISIONS[config.training.precision]
     main = parameters.element_bytes(config.optimizer.main_grads_dtype)
     yield _row(
@@ -145,24 +146,26 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         + (f" in {instances} instances)" if instances > 1 else ")"),
         f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "
         f"{parallel.tensor_model_parallel_size}{beside}",
-        f"weights: {count + frozen.dense} x {kind.weight_bytes} bytes{packed}{weight_parts}{less} = "
+        f"weights: {count + frozen.dense} x {kind.weight_bytes} bytes{packed}{weight_parts}{not_here} = "
         f"{weights}",
         f"gradients: {count} x {main} bytes{gradient_parts} = {gradients}",
         f"optimizer: {count} x {memory.state_bytes(config):g} bytes{state_parts} (moments "
-        f"{config.optimizer.moment_bytes:g}, and what a float32 master has beyond the weight), less what is "
+        f"{moment_bytes(config.optimizer):g}, and what a float32 master has beyond the weight), less what is "
         f"on the host = {optimizer}",
     )
     trained = parameters.trained_parameters(config)
     stored = trained if config.adapter.is_on else parameters.total_parameters(config.model)
-    saving = 4 * sum(row.num_elements * len(row.layers) for row in parameters.muon_rows(config))
+    in_matrices = sum(row.num_elements * len(row.layers) for row in parameters.whole_matrices(config))
+    saving = int(in_matrices * bytes_saved_in_matrices(config.optimizer))
+    less = f", less {saving} bytes: {optimizer_of(config.optimizer).name} has one moment" if saving else ""
+    folder = "adapter/" if config.adapter.is_on else "an export"
     saved = int(stored * kind.weight_bytes), int(trained * memory.state_bytes(config)) - saving
     of_frozen = f" + {stored - trained:.0f} frozen x {kind.weight_bytes}" if stored > trained else ""
     yield _row(
         "checkpoint",
         f"{size_text(sum(saved))} = weights {size_text(saved[0])} + optimizer {size_text(saved[1])}",
         f"{trained:.0f} parameters x ({kind.weight_bytes} + {memory.state_bytes(config):g} bytes)"
-        f"{of_frozen}{f', less {saving} bytes: Muon has one moment' * bool(saving)}; the "
-        f"weights alone are what {'adapter/' if config.adapter.is_on else 'an export'} takes",
+        f"{of_frozen}{less}; the weights alone are what {folder} takes",
     )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import MOMENT_BYTES, PRECISIONS
+from patch.config.choices import PRECISIONS
 from patch.device import MachineFacts
+from patch.features.optimizers import bytes_saved_in_matrices, moment_bytes
 from patch.layout.buckets import (
     CHUNK_UNITS,
     MAX_IN_FLIGHT,
@@ -197,7 +198,7 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
 
 def _dummy_wgrad_bytes(config: RunConfig, *, cuda: bool) -> int:
     is_plain = config.model.precision_align is not None or config.adapter.is_on
-    if is_plain or not parameters.fuses_gradients(config, cuda=cuda):
+    if is_plain or not config.optimizer.fuses_gradients(cuda=cuda):
         return 0
     largest = max(max(parameters.matrices_per_rank(kind)) for kind in parameters.layer_kinds(config))
     return largest * element_bytes(config.training.precision)
@@ -283,9 +284,7 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
         extra = _gathered_casts(config, pp_rank) * element_bytes(config.training.precision)
     of_element, is_shared = state_bytes(config), config.zero_stage.shards_states
     kept = parameters.elements_kept_per_rank(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
-    if config.optimizer.optimizer != "muon":
-        return kept
-    saved = MOMENT_BYTES["fp32"]  # of a matrix, which has one moment
+    saved = bytes_saved_in_matrices(config.optimizer)
     return kept - parameters.elements_kept_per_rank(
         config, pp_rank, saved, is_shared=is_shared, of_matrices=True
     )
@@ -293,4 +292,4 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
 
 def state_bytes(config: RunConfig) -> float:
     """Return the state bytes of a parameter: moments, and a float32 master's bytes beyond the weight."""
-    return PRECISIONS[config.training.precision].master_bytes + config.optimizer.moment_bytes
+    return PRECISIONS[config.training.precision].master_bytes + moment_bytes(config.optimizer)

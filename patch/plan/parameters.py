@@ -18,6 +18,7 @@ from patch.config.experts import ExpertsConfig
 from patch.families import EVERY_LAYER, Kind, WeightRow, expert_layers, layer_matrices, weight_rows
 from patch.families.adapters import AdapterConfig, BaseFormat, adapter_rows, base_rows, row_bytes
 from patch.families.selection import Selection, trained_rows
+from patch.features.optimizers import optimizer_of
 
 _T = TypeVar("_T")
 
@@ -77,17 +78,10 @@ def trained_share(config: RunConfig, name: str) -> float:
     return trained / of_all
 
 
-def muon_rows(config: RunConfig) -> list[WeightRow]:
-    """Return the rows of matrices that Muon trains: those of layers."""
-    if config.optimizer.optimizer != "muon":
-        return []
-    return [*layer_rows(rows_that_train(config))]
-
-
-def fuses_gradients(config: RunConfig, *, cuda: bool) -> bool:
-    """Return whether layers add their weights' gradients to the main gradients."""
-    given = config.optimizer.gradient_accumulation_fusion
-    return cuda if given is None else given
+def whole_matrices(config: RunConfig) -> list[WeightRow]:
+    """Return the rows of matrices that the optimizer updates whole: all of layers, or none."""
+    are_whole = optimizer_of(config.optimizer).updates_whole_matrices
+    return [*layer_rows(rows_that_train(config))] if are_whole else []
 
 
 def layer_kinds(config: RunConfig) -> tuple[RunConfig, RunConfig]:

@@ -21,7 +21,7 @@ from patch.convert.live_adapters import export_adapter
 from patch.device import usable_memory
 from patch.distributed.collectives import all_gather_object
 from patch.logger import get_logger
-from patch.memory import is_on_disk
+from patch.memory.disk import is_on_disk
 from patch.preflight.checkpoint_places import checkpoint_root
 from patch.preflight.model_of_folder import is_hf_folder
 from patch.storage.names import ADAPTER_FOLDER

@@ -26,8 +26,10 @@ from patch.device import DeviceContext, usable_memory
 from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none, from_rank_0
 from patch.families.adapters import SECOND_FACTOR
+from patch.features.optimizers import optimizer_of
 from patch.logger import get_logger
-from patch.memory import SavedTensors, SimulatedDevice
+from patch.memory.saved_tensors import SavedTensors
+from patch.memory.simulated_device import SimulatedDevice
 from patch.model import (
     LlamaModel,
     build_llama_model,
@@ -37,7 +39,7 @@ from patch.model import (
     sharded_weights,
 )
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer, default_param_groups
-from patch.optimizer.muon import Matrix
+from patch.optimizer.param_groups import Matrix
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.data_record import SetRecord
 from patch.preflight.model_of_folder import is_hf_folder
@@ -164,6 +166,7 @@ def build_run_optimizer(
     """
     ratio = config.adapter.lora_plus_ratio
     rates = {} if ratio is None else {SECOND_FACTOR: ratio}
+    needs_matrices = optimizer_of(config.optimizer).updates_whole_matrices
     optimizer = build_optimizer(
         stages,
         config.optimizer,
@@ -172,7 +175,7 @@ def build_run_optimizer(
         param_groups=default_param_groups(stages, config.optimizer, groups, rates=rates),
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
         model_state=sharded_weights(stages) if config.optimizer.rounds_stochastically else None,
-        matrices=_matrices(stages, config, groups) if config.optimizer.optimizer == "muon" else None,
+        matrices=_matrices(stages, config, groups) if needs_matrices else None,
     )
     optimizer.connect(stages[0].config)
     if (offload := stages[0].activation_offload) is None:

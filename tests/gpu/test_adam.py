@@ -20,8 +20,9 @@ from adam_cases import (
 )
 from gpu.runs import gigabytes_a_second
 
-from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
+from patch.optimizer.kernels import adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.kernels.spec import AdamScalars, AdamStates, UpdateItem
 
 TAIL = 4099
 

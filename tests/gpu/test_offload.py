@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from patch.config.schema import OptimizerConfig
-from patch.memory import CudaDevice, DiskMemory, offload_device
+from patch.memory import offload_device
+from patch.memory.cuda_device import CudaDevice
+from patch.memory.disk import DiskMemory
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.states.chunk import BucketShard, ShardRange
 from patch.optimizer.states.hybrid_adam import HybridAdam

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from patch.config.choices import MomentType
-from patch.optimizer.kernels import AdamKernel, AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.kernels.low_bit_moments import DTYPES, RngCoords, scale_name
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
+from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, AdamStates, UpdateItem
 
 MOMENTS: list[tuple[MomentType, MomentType]] = [
     ("bf16", "bf16"), ("8bit", "8bit"), ("bf16", "8bit"), ("8bit", "fp32"), ("fp32", "bf16"),

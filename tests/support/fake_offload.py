@@ -23,12 +23,14 @@ from torch.utils._pytree import tree_leaves
 
 from patch.distributed import async_collectives
 from patch.distributed.async_collectives import CommHandle
-from patch.memory import CudaDevice, staged_copy
+from patch.memory import staged_copy
+from patch.memory.cuda_device import CudaDevice
 from patch.optimizer import grad_norm
 from patch.optimizer.buckets import buffer_group, flat_params, fp8_params, micro_batch, param_buffer
-from patch.optimizer.kernels import AdamKernel, UpdateItem, sums_by_norms
+from patch.optimizer.kernels import sums_by_norms
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.kernels.spec import AdamKernel, UpdateItem
 from patch.optimizer.states import host_update, hybrid_adam
 from patch.optimizer.zero3 import sharded_params
 

@@ -28,10 +28,11 @@ from patch.compat.overhead import shared_devices
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.distributed.groups import split_instances
-from patch.memory import UNLIMITED, SimulatedDevice
+from patch.memory.simulated_device import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup
-from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels import adam_kernel
 from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16, sgd
+from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, UpdateItem
 from patch.optimizer.states import host_update
 from patch.optimizer.states.offload import Offload
 from patch.optimizer.states.placement import DeviceMemory, Move, StaticPlacementPolicy

@@ -26,7 +26,7 @@ from patch.device import DeviceContext
 from patch.distributed.collectives import max_over_world
 from patch.distributed.context_group import WHOLE, Zigzag
 from patch.distributed.groups import initialize
-from patch.memory import on_host
+from patch.memory.disk import on_host
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, learning_rate
 from patch.plan.memory import RankBytes

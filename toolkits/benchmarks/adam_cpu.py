@@ -18,11 +18,11 @@ import torch
 from torch.optim.adamw import adamw
 
 from patch.config.choices import MOMENT_BLOCK
-from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.kernels.build import BuildError
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.low_bit_moments import RngCoords
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
+from patch.optimizer.kernels.spec import AdamScalars, AdamStates, UpdateItem
 from toolkits.benchmarks._measure import CPU, take_turns, time_call
 from toolkits.benchmarks._report import Aim, NotRunError, Report, Rounds
 

@@ -9,7 +9,8 @@ import torch
 from torch.utils.benchmark import Timer as Stopwatch  # the architecture tests take `Timer` for a thread
 
 from patch.config.choices import MOMENT_BYTES, PRECISIONS
-from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
+from patch.optimizer.kernels import adam_kernel
+from patch.optimizer.kernels.spec import AdamScalars, AdamStates, UpdateItem
 from patch.plan.flops import peak_flops
 from patch.plan.timing.machine import MEASURED, Efficiency, Machine
 from toolkits.doctor.check import Finding, Report, Settings, graded

@@ -212,8 +212,8 @@ class Bucket:
         self._is_shard_empty = False
 
     def _own_part(self) -> torch.Tensor:
-        begin, end = self.buffer_group.own(self.range)
-        return self._collected[begin - self.range.begin : end - self.range.begin]
+        own = self.buffer_group.own(self.range)
+        return self._collected[own.start - self.range.begin : own.stop - self.range.begin]
 
 
 class Staging:

@@ -32,8 +32,8 @@ from patch.distributed.async_collectives import (
 )
 from patch.errors import ConfigError
 from patch.features.table import HOST_WEIGHTS, INSTANCES, refuse_pair
-from patch.layout.buckets import BucketRange, ParamSpec, flat_numels, lay_out
-from patch.memory import host_zeros
+from patch.layout.buckets import BucketRange, ParamRange, ParamSpec, flat_numels, lay_out
+from patch.memory.offload_device import host_zeros
 from patch.optimizer.trainable_params import ManagedParams, TrainableParams, unit_modules
 
 
@@ -75,10 +75,20 @@ class BufferGroup(NamedTuple):
         own = numel // self.num_shards
         return host_zeros(own, like.dtype, like.device) if self.is_on_host else like.new_zeros(own)
 
-    def own(self, bucket_range: BucketRange) -> tuple[int, int]:
-        """Return this rank's part [begin, end) of a bucket, counted in the flat buffer."""
+    def own(self, bucket: BucketRange) -> slice:
+        """Return this rank's part of a bucket, in the flat buffer."""
         rank = self.shard_group.rank() if self.stage.shards_states else 0
-        return bucket_range.shard(rank, self.num_shards)
+        return slice(*bucket.shard(rank, self.num_shards))
+
+    def in_shards(self, bucket: BucketRange) -> slice:
+        """Return this rank's part of a bucket, in the memory of all its shards (`new_shards`)."""
+        return slice(bucket.begin // self.num_shards, bucket.end // self.num_shards)
+
+    def own_params(self, bucket: BucketRange) -> list[tuple[ParamRange, slice]]:
+        """Return the parts of parameters in this rank's part of a bucket, and their places in that part."""
+        own = self.own(bucket)
+        parts = bucket.params_within(own.start, own.stop)
+        return [(part, slice(part.begin - own.start, part.end - own.start)) for part in parts]
 
     def kept_gradients(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Allocate zeros for the gradients that a rank keeps of a flat buffer of `numel` elements."""
@@ -87,9 +97,8 @@ class BufferGroup(NamedTuple):
     def places(self, kept: torch.Tensor, bucket: BucketRange) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return where a bucket's gradients are in `kept`: this rank's shard, and all (None: staged)."""
         if self.is_staged:
-            return kept[bucket.begin // self.num_shards : bucket.end // self.num_shards], None
-        begin, end = self.own(bucket)
-        return kept[begin:end], kept[bucket.begin : bucket.end]
+            return kept[self.in_shards(bucket)], None
+        return kept[self.own(bucket)], kept[bucket.begin : bucket.end]
 
     def start_reduction(
         self, buffer: torch.Tensor, out: torch.Tensor, rounded_sums: RoundedSums | None
@@ -168,22 +177,23 @@ def flat_layout(
     if zero_stage.shards_parameters:
         numbers = _unit_numbers(trained.stages, config.param_persistence_threshold)
         units, on_host = [numbers[each] for each in trained.parameters], _units_on_host(numbers, config)
+    kinds = [
+        (dp_groups[index], parameter.dtype, getattr(parameter, "gather_dtype", None), unit)
+        for index, parameter, unit in zip(trained.group_indices, trained.parameters, units, strict=True)
+    ]
     placed = []
-    for index, parameter, unit in zip(trained.group_indices, trained.parameters, units, strict=True):
-        group, gather_dtype = dp_groups[index], getattr(parameter, "gather_dtype", None)
+    for group, dtype, gather_dtype, unit in kinds or [(groups.dp_cp, trained.dtype, None, 0)]:
         # A single rank gathers nothing; at `PARAMETERS`, parameters that stay whole keep their own dtype.
         is_gathered = zero_stage.shards_states and (own or group).size() > 1
         is_gathered &= unit > 0 or not zero_stage.shards_parameters
-        placed.append((group, parameter.dtype, gather_dtype if is_gathered else None, unit in on_host))
-    keys = list(dict.fromkeys(placed)) or [(groups.dp_cp, trained.dtype, None, False)]
-    buffer_groups = [
-        BufferGroup(
-            zero_stage, group, dtype, own or group, replica_group, reduce_dtype, gather_dtype,
-            all_gather_groups.get(own or group), is_on_host,
-        )
-        for group, dtype, gather_dtype, is_on_host in keys
-    ]  # fmt: skip
-    specs = trained.specs([keys.index(key) for key in placed], units)
+        placed.append(
+            BufferGroup(
+                zero_stage, group, dtype, own or group, replica_group, reduce_dtype,
+                gather_dtype if is_gathered else None, all_gather_groups.get(own or group), unit in on_host,
+            )
+        )  # fmt: skip
+    buffer_groups = [*dict.fromkeys(placed)]
+    specs = trained.specs([buffer_groups.index(each) for each in placed[: len(kinds)]], units)
     is_padded = config.ddp_pad_buckets_for_high_nccl_busbw and any(d.group.size() > 1 for d in buffer_groups)
     shares = [buffer_group.num_shards for buffer_group in buffer_groups]
     buckets = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
@@ -209,7 +219,7 @@ def frozen_layout(
         return None
     numbers = _unit_numbers(stages, config.param_persistence_threshold)
     on_host = _units_on_host(numbers, config)
-    named, specs, keys = [], list[ParamSpec](), list[tuple[dist.ProcessGroup, torch.dtype, bool]]()
+    named, specs, buffer_groups = [], list[ParamSpec](), list[BufferGroup]()
     for stage, module in reversed(list(enumerate(stages))):
         for name, parameter in reversed(list(module.named_parameters())):
             is_expert = not getattr(parameter, "allreduce", True)
@@ -220,21 +230,17 @@ def frozen_layout(
             is_kept |= shard_group not in layout.all_gather_groups and unit not in on_host
             if is_kept or shard_group is None:
                 continue
-            key = layout.all_gather_groups.get(shard_group, shard_group), parameter.dtype, unit in on_host
-            keys += [] if key in keys else [key]
+            ranks = layout.all_gather_groups.get(shard_group, shard_group)
+            found = BufferGroup(
+                first.stage, ranks, parameter.dtype, ranks, first.replica_group, None,
+                all_gather_group=ranks if ranks.size() > 1 else None, is_on_host=unit in on_host,
+            )  # fmt: skip
+            buffer_groups += [] if found in buffer_groups else [found]
             named.append((name, parameter))
-            specs.append(ParamSpec(parameter.numel(), 0, False, stage, keys.index(key), 0, unit))
+            specs.append(ParamSpec(parameter.numel(), 0, False, stage, buffer_groups.index(found), 0, unit))
     if not named:
         return None
-    buffer_groups = [
-        BufferGroup(
-            first.stage, ranks, dtype, ranks, first.replica_group, None,
-            all_gather_group=ranks if ranks.size() > 1 else None, is_on_host=is_on_host,
-        )
-        for ranks, dtype, is_on_host in keys
-    ]  # fmt: skip
-    shares = [buffer_group.num_shards for buffer_group in buffer_groups]
-    buckets = lay_out(specs, config.reduce_bucket_size, shares)
+    buckets = lay_out(specs, config.reduce_bucket_size, [each.num_shards for each in buffer_groups])
     return FlatLayout(ManagedParams(stages, named), buffer_groups, specs, buckets)
 
 

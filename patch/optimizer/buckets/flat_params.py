@@ -6,7 +6,7 @@ before a bucket is gathered, the data of an all-gather, and how whole parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -20,10 +20,6 @@ from patch.optimizer.buckets.buffer_group import FlatLayout
 
 class FlatParams:
     """The parameters of buffer group `number`, which become views of the buffer and keep their values."""
-
-    needs_preparation: ClassVar[bool] = False
-    """Whether ranks exchange data about whole parameters (`prepare`) before a bucket is gathered, so that all
-    buckets with parts of one parameter must be updated together."""
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         self._buffer_group, self._held, self._clock = layout.buffer_groups[number], layout.held, clock
@@ -57,11 +53,7 @@ class FlatParams:
 
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's part of a bucket, (n,), which the optimizer updates."""
-        begin, end = self._buffer_group.own(self._ranges[index])
-        return self.buffer[begin:end]
-
-    def prepare(self, indices: Sequence[int]) -> None:
-        """Start the exchange before gathers of these updated buckets, some of other buffer groups."""
+        return self.buffer[self._buffer_group.own(self._ranges[index])]
 
     def is_prepared(self, index: int) -> bool:
         """Return whether `start_gather` blocks no thread."""
@@ -73,27 +65,6 @@ class FlatParams:
             return None
         with region("bucket %d all-gather", index):
             return self._start_gather(self.buffer, index)
-
-    def new_whole(self) -> torch.Tensor | None:
-        """Allocate memory for `gather_whole`, or return None if parameters are whole."""
-        return None
-
-    def gather_whole(self, whole: torch.Tensor) -> None:
-        """Gather whole parameters in their own dtype into this memory; a collective."""
-
-    def store_whole(self) -> None:
-        """Keep the values of whole parameters, which are equal on all ranks."""
-
-    def leave_whole(self) -> None:
-        """Keep the values of whole parameters, and return to the form for training."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether every parameter has its own dtype and all its elements."""
-        return True
-
-    def check_whole(self) -> None:
-        """Refuse to read or write parameters that are not whole, with a TrainingError."""
 
     def _views(self, flat: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         for parameter, begin in zip(self.parameters, self._begins.values(), strict=True):
@@ -108,9 +79,8 @@ class FlatParams:
     def _start_gather(self, flat: torch.Tensor, index: int) -> CommHandle:
         """Gather a bucket of a buffer that already contains this rank's part."""
         bucket_range = self._ranges[index]
-        begin, end = self._buffer_group.own(bucket_range)
-        whole = flat[bucket_range.begin : bucket_range.end]
-        return start_all_gather(whole, flat[begin:end], self._buffer_group.shard_group)
+        whole, own = flat[bucket_range.begin : bucket_range.end], flat[self._buffer_group.own(bucket_range)]
+        return start_all_gather(whole, own, self._buffer_group.shard_group)
 
 
 class DetachedFlatParams(FlatParams):
@@ -130,8 +100,7 @@ class DetachedFlatParams(FlatParams):
 
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's part of a bucket, (n,), which the optimizer updates."""
-        begin, end = self._ranges[index].begin, self._ranges[index].end
-        return self._own[begin // self._buffer_group.num_shards : end // self._buffer_group.num_shards]
+        return self._own[self._buffer_group.in_shards(self._ranges[index])]
 
     @property
     def is_whole(self) -> bool:
@@ -148,8 +117,7 @@ class DetachedFlatParams(FlatParams):
         """Gather whole parameters in their own dtype from all ranks; a collective."""
         gathers = []
         for index, bucket_range in self._ranges.items():
-            begin, end = self._buffer_group.own(bucket_range)
-            whole[begin:end].copy_(self.shard(index))
+            whole[self._buffer_group.own(bucket_range)].copy_(self.shard(index))
             gathers.append(self._start_gather(whole, index))
         for gather in gathers:
             gather.wait(self._clock)
@@ -162,8 +130,11 @@ class DetachedFlatParams(FlatParams):
         if self._whole is None:
             return
         for index, bucket_range in self._ranges.items():
-            begin, end = self._buffer_group.own(bucket_range)
-            self.shard(index).copy_(self._whole[begin:end])
+            self.shard(index).copy_(self._whole[self._buffer_group.own(bucket_range)])
+
+    def leave_whole(self) -> None:
+        """Keep the values of whole parameters, and return to the form for training."""
+        raise NotImplementedError
 
     def check_whole(self) -> None:
         """Refuse to read or write parameters that are not whole, with a TrainingError."""

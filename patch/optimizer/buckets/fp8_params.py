@@ -82,24 +82,23 @@ class Fp8GatheredParams(DetachedFlatParams):
 
     def _round_own(self, index: int, own: torch.Tensor) -> None:
         """Write this rank's part of a bucket in fp8 to its place `own`; its scales are known."""
-        for place, first, values in self._own_parts(index):
-            target = own[first : first + values.numel()].view(self._dtype)
-            target.copy_(cast(values, self._scale_inv[place], self._dtype))
+        for place, within, values in self._own_parts(index):
+            own[within].view(self._dtype).copy_(cast(values, self._scale_inv[place], self._dtype))
 
-    def _own_parts(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Return the parameters in this rank's part of a bucket: index, offset in the part, and values."""
-        begin, end = self._buffer_group.own(self._ranges[index])
-        own = self.shard(index)
-        return [
-            (self._places[param.parameter], param.begin - begin, own[param.begin - begin : param.end - begin])
-            for param in self._ranges[index].params_within(begin, end)
-        ]
+    def _own_parts(self, index: int) -> list[tuple[int, slice, torch.Tensor]]:
+        """Return the parameters in this rank's part of a bucket: index, place in the part, and values."""
+        own, parts = self.shard(index), self._buffer_group.own_params(self._ranges[index])
+        return [(self._places[param.parameter], within, own[within]) for param, within in parts]
 
 
 class Fp8FlatParams(Fp8GatheredParams):
-    """Parameters that are gathered in fp8 after an update."""
+    """Parameters that are gathered in fp8 after an update.
 
-    needs_preparation, form = True, "in fp8 (--fp8-param-gather)"
+    Ranks exchange data about whole parameters before a bucket is gathered (`prepare`). So all buckets with
+    parts of one parameter must be updated together.
+    """
+
+    form = "in fp8 (--fp8-param-gather)"
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)
@@ -131,8 +130,7 @@ class Fp8FlatParams(Fp8GatheredParams):
         with region("bucket %d all-gather in 8 bits", index):
             if index in self._rounds:  # not a bucket of padding only
                 self._finish(self._rounds.pop(index))
-                begin, end = self._buffer_group.own(self._ranges[index])
-                self._round_own(index, self.buffer[begin:end])
+                self._round_own(index, self.buffer[self._buffer_group.own(self._ranges[index])])
             return self._start_gather(self.buffer, index)
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from patch.errors import TrainingError
 from patch.layout.buckets import NUM_STAGING, ParamRange
 from patch.optimizer.buckets.bucket import Bucket, Staging
 from patch.optimizer.buckets.buffer_group import BufferGroup, FlatLayout
-from patch.optimizer.buckets.main_grad import DummyWgrads, MainGrad, is_fused
+from patch.optimizer.buckets.main_grad import DummyWgrads, MainGrad
 
 
 class ParamGrad(NamedTuple):
@@ -107,7 +107,7 @@ class GradBuffer:
         last = max((each.numel for each in others if each in staged), default=0) if others else largest
         numels = [*[largest] * (NUM_STAGING - 1), *([last] if last else [])][: len(staged)]
         self.staging = Staging(like, numels) if buffer_groups[0].stage.shards_gradients else None
-        self._is_fused, self._dummy_wgrads = is_fused(config, like.device), DummyWgrads()
+        self._is_fused, self._dummy_wgrads = config.fuses_gradients(cuda=like.is_cuda), DummyWgrads()
 
     def reset(self) -> None:
         """Drop the last step's gradients."""

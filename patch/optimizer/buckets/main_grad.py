@@ -15,14 +15,6 @@ from collections.abc import Callable
 
 import torch
 
-from patch.config.schema import OptimizerConfig
-
-
-def is_fused(config: OptimizerConfig, device: torch.device) -> bool:
-    """Return whether layers may accumulate in the grad buffer; by default on GPUs, whose GEMMs can add."""
-    fused = config.gradient_accumulation_fusion
-    return device.type == "cuda" if fused is None else fused
-
 
 class DummyWgrads:
     """Dummy gradients: zeros of all shapes in the same memory, which must not be written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,6 +47,15 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
         parts = [getattr(output, field.name) for field in dataclasses.fields(output)]
     for part in parts:
         yield from tensors_in(part)
+
+
+def watch_gradients(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> bool:
+    """Call `on_gradient` with the gradient of each tensor of an output; return whether any has one."""
+    # A leaf would keep its hook for all later forwards.
+    watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    for tensor in watched:
+        tensor.register_hook(on_gradient)
+    return bool(watched)
 
 
 class LastMicroBatchCheck:

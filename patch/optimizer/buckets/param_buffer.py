@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none
 from patch.layout.buckets import NUM_GATHERED_UNITS
-from patch.memory import SimulatedDevice
+from patch.memory.simulated_device import SimulatedDevice
 from patch.optimizer.buckets.buffer_group import BufferGroup, FlatLayout
-from patch.optimizer.buckets.flat_params import FlatParams
+from patch.optimizer.buckets.flat_params import DetachedFlatParams, FlatParams
 from patch.optimizer.buckets.fp8_params import Fp8FlatParams, Fp8Zero3FlatParams
 from patch.optimizer.states.sharded_state import StateRange
 from patch.optimizer.zero3.sharded_params import UnitVisits, Zero3FlatParams
@@ -39,14 +39,17 @@ class ParamBuffer:
         """Flat buffers of trained parameters, by buffer group."""
         frozen_groups = () if frozen is None else range(len(frozen.buffer_groups))
         self.frozen_flats = [Zero3FlatParams(frozen, number, clock) for number in frozen_groups if frozen]
-        self.to_prepare = [flat for flat in self.flats if flat.needs_preparation]
+        self.to_prepare = [flat for flat in self.flats if isinstance(flat, Fp8FlatParams)]
         """Flat buffers for which ranks exchange data before gathers."""
         self.members = [
             [layout.held.parameters[param.parameter] for param in bucket_range.params]
             for bucket_range in layout.bucket_ranges
         ]
         """The parameters with elements in each bucket."""
-        self.sharded_flats = [flat for flat in self._all_flats if isinstance(flat, Zero3FlatParams)]
+        every = [*self.flats, *self.frozen_flats]
+        self._detached = [flat for flat in every if isinstance(flat, DetachedFlatParams)]
+        """Flat buffers whose parameters are not always whole."""
+        self.sharded_flats = [flat for flat in self._detached if isinstance(flat, Zero3FlatParams)]
         self.sharded = {
             parameter: flat
             for flat in self.sharded_flats for unit in flat.units for parameter in flat.parameters_of(unit)
@@ -61,11 +64,11 @@ class ParamBuffer:
     @property
     def is_whole(self) -> bool:
         """Return whether every parameter has its own dtype and all its elements."""
-        return all(flat.is_whole for flat in self._all_flats)
+        return all(flat.is_whole for flat in self._detached)
 
     def check_whole(self) -> None:
         """Refuse to read or write parameters that are not whole, with a TrainingError."""
-        for flat in self._all_flats:
+        for flat in self._detached:
             flat.check_whole()
 
     def count_units(self, meter: SimulatedDevice) -> None:
@@ -94,7 +97,7 @@ class ParamBuffer:
             torch.OutOfMemoryError: this rank has no memory for them.
             PatchError: another rank has no memory.
         """
-        with self._gathered(self._all_flats if frozen else self.flats):
+        with self._gathered([flat for flat in self._detached if frozen or flat in self.flats]):
             yield
 
     @contextmanager
@@ -106,7 +109,7 @@ class ParamBuffer:
         """
         sharded = self.sharded_flats
         assert not (sharded and self._num_readers), "meta_weights() inside full_weights()"
-        with self._gathered([flat for flat in self._all_flats if flat not in sharded]):
+        with self._gathered([flat for flat in self._detached if flat not in sharded]):
             visits = UnitVisits(sharded, self._device, is_writing=to_write)
             try:
                 yield visits if sharded else None
@@ -120,12 +123,8 @@ class ParamBuffer:
         parts = [part for flat in self.sharded_flats for part in flat.own_parts()]
         return parts, set(map(id, self.sharded))
 
-    @property
-    def _all_flats(self) -> list[FlatParams]:
-        return [*self.flats, *self.frozen_flats]
-
     @contextmanager
-    def _gathered(self, flats: Sequence[FlatParams]) -> Iterator[None]:
+    def _gathered(self, flats: Sequence[DetachedFlatParams]) -> Iterator[None]:
         with all_or_none():  # includes ranks whose parameters are always whole
             found = [(flat, memory) for flat in flats if (memory := flat.new_whole()) is not None]
         for flat, memory in found:
@@ -140,12 +139,12 @@ class ParamBuffer:
 
     def store_whole(self) -> None:
         """Keep the values of whole parameters, which are equal on all ranks."""
-        for flat in self._all_flats:
+        for flat in self._detached:
             flat.store_whole()
 
     def leave_whole(self) -> None:
         """Return parameters to the form for training."""
-        for flat in self._all_flats:
+        for flat in self._detached:
             flat.leave_whole()
 
 

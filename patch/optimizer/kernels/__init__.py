@@ -15,17 +15,6 @@ from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, AdamStates, UpdateItem
 
-__all__ = [
-    "TRITON_CURE",
-    "AdamKernel",
-    "AdamScalars",
-    "AdamStates",
-    "UpdateItem",
-    "adam_kernel",
-    "sums_of_squares",
-    "try_kernel",
-]
-
 _logger = get_logger(__name__)
 
 TRITON_CURE = "install a C compiler and Python's headers (apt install gcc python3-dev)"

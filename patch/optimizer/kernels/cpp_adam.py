@@ -13,17 +13,7 @@ import torch
 
 from patch.optimizer.kernels.build import BuildError, find_or_build
 from patch.optimizer.kernels.low_bit_moments import buckets, codes
-from patch.optimizer.kernels.spec import (
-    AdamKernel,
-    UpdateItem,
-    check_item,
-    constants_of,
-    copy_other_params,
-    is_split,
-    moment_kinds,
-    pointers,
-    rng_numbers,
-)
+from patch.optimizer.kernels.spec import AdamKernel, UpdateItem, check_item, copy_other_params
 
 INSTRUCTION_SETS = ("default", "avx2", "avx512")
 
@@ -135,10 +125,9 @@ def num_threads(*, beside_gpu: bool) -> int:
 
 
 def _row(item: UpdateItem) -> _UpdateItem:
-    has_bf16_grad = item.grad.dtype == torch.bfloat16
-    numel = item.grad.numel()
-    scalars = _Scalars(constants_of(item), item.scalars.decoupled_weight_decay)
-    numbers = rng_numbers(item)
+    has_bf16_grad, numbers = item.grad.dtype == torch.bfloat16, item.rng_numbers
+    scalars = _Scalars(item.constants, item.scalars.decoupled_weight_decay)
     draw = _Draw(numbers[:4], numbers[4:])
-    kinds = moment_kinds(item)
-    return _UpdateItem((*pointers(item),), kinds, draw, numel, has_bf16_grad, is_split(item), scalars)
+    return _UpdateItem(
+        (*item.pointers,), item.moment_kinds, draw, item.grad.numel(), has_bf16_grad, item.is_split, scalars
+    )

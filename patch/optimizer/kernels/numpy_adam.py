@@ -15,11 +15,8 @@ from patch.optimizer.kernels.spec import (
     AdamScalars,
     AdamStates,
     UpdateItem,
-    bf16_param,
     check_item,
     copy_other_params,
-    is_sgd,
-    moment_kinds,
 )
 
 # Elements that are updated at a time, so few that temporaries stay in a core's cache.
@@ -43,20 +40,19 @@ class NumpyAdam(AdamKernel):
 def _update_part(item: UpdateItem, part: slice) -> None:
     states = _arrays(item.states, part)
     results = states if item.out is None else _arrays(item.out, part)
-    is_split = states.master.dtype == np.uint16
     master = states.master
-    if is_split:
+    if item.is_split:
         assert states.param is not None
         master = join_split(states.param, states.master)
     grad = item.grad[part].float().numpy()
     moments = [_widened(states, which) for which in range(len(states.moments))]
-    if is_sgd(item):
+    if item.is_sgd:
         new, *moments = sgd(master, grad, *moments, scalars=item.scalars)
     else:
         exp_avg, exp_avg_sq = moments
-        is_folded = any(moment_kinds(item))
+        is_folded = any(item.moment_kinds)
         new, *moments = adam(master, grad, exp_avg, exp_avg_sq, item.scalars, is_folded=is_folded)
-    results.master[:] = low_bits(new) if is_split else new
+    results.master[:] = low_bits(new) if item.is_split else new
     is_drawn = any(kept.dtype == np.uint16 for kept in states.moments)
     numbers = _numbers(item, part) if is_drawn else None
     for which, values in enumerate(moments):
@@ -202,12 +198,12 @@ class _Arrays(NamedTuple):
 
 def _arrays(states: AdamStates, part: slice) -> _Arrays:
     scaled = slice(part.start // MOMENT_BLOCK, part.stop // MOMENT_BLOCK)
-    param, scales = bf16_param(states), (states.exp_avg_scale, states.exp_avg_sq_scale)
+    param = states.bf16_param
     return _Arrays(
         _array(states.master[part]),
         [_array(moment[part]) for moment in states[1:3] if moment is not None],
         None if param is None else _array(param[part]),
-        [None if scale is None else scale[scaled].numpy() for scale in scales],
+        [None if scale is None else scale[scaled].numpy() for scale in states[4:]],
     )
 
 

@@ -95,6 +95,11 @@ class AdamStates(NamedTuple):
     exp_avg_sq_scale: torch.Tensor | None = None
     """(numel / MOMENT_BLOCK,) float32 scales of 8-bit moments, or None."""
 
+    @property
+    def bf16_param(self) -> torch.Tensor | None:
+        """Return the bf16 parameter, which a kernel writes together with the states, or None."""
+        return self.param if self.param is not None and self.param.dtype == torch.bfloat16 else None
+
 
 class UpdateItem(NamedTuple):
     """Neighbouring elements of one parameter group."""
@@ -109,6 +114,49 @@ class UpdateItem(NamedTuple):
 
     draw: RngCoords | None = None
     """The coordinates of the random numbers for bf16 moments, or None."""
+
+    @property
+    def results(self) -> AdamStates:
+        """Return where the results are written."""
+        return self.out or self.states
+
+    @property
+    def is_sgd(self) -> bool:
+        """Return whether the update is that of SGD, which has no second moment."""
+        return self.states.exp_avg_sq is None
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether the master is split into the bf16 parameter and 16 low bits."""
+        return self.states.master.dtype == torch.int16
+
+    @property
+    def moment_kinds(self) -> tuple[int, int]:
+        """Return the indices of the moments' dtypes in KINDS; -1 for a moment that SGD does not have."""
+        first, second = (-1 if each is None else KINDS.index(each.dtype) for each in self.states[1:3])
+        return first, second
+
+    @property
+    def constants(self) -> tuple[float, ...]:
+        """Return the scalars of the update, in the order of `AdamScalars.constants`."""
+        if self.is_sgd:
+            return self.scalars.sgd_constants
+        return self.scalars.folded_constants if any(self.moment_kinds) else self.scalars.constants
+
+    @property
+    def rng_numbers(self) -> tuple[int, ...]:
+        """Return the numbers of `draw` for kernels, or unused values without it."""
+        return (0, 1, 1, 0, 0, 0) if self.draw is None else self.draw.numbers(self.scalars.step)
+
+    @property
+    def pointers(self) -> list[int | None]:
+        """Return addresses of the gradient, of states and bf16 parameter to read and to write, of scales."""
+        tensors: list[torch.Tensor | None] = [self.grad]
+        for states in (self.states, self.results):
+            tensors += [states.master, states.exp_avg, states.exp_avg_sq, states.bf16_param]
+        for states in (self.states, self.results):
+            tensors += [states.exp_avg_scale, states.exp_avg_sq_scale]
+        return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 PreparedUpdate = Callable[[Sequence[AdamScalars]], None]
@@ -132,84 +180,30 @@ class AdamKernel(Protocol):
 
 def check_item(item: UpdateItem) -> None:
     """Assert that a kernel can use an item's tensors as plain pointers."""
-    states, results = item.states, item.out or item.states
+    states, results = item.states, item.results
     given = [tensor for tensor in (item.grad, *states, *results) if tensor is not None]
     assert all(tensor.is_contiguous() for tensor in given), "a kernel takes contiguous tensors"
     tensors = [t for t in (item.grad, *states[:4], *results[:4]) if t is not None]
     assert len({(tensor.numel(), tensor.device) for tensor in tensors}) == 1, "one size and device in an item"
-    kinds = [tensor.dtype for tensor in tensors]
-    assert kinds[0] in (torch.float32, torch.bfloat16), f"gradient of {kinds[0]}"
+    assert item.grad.dtype in (torch.float32, torch.bfloat16), f"gradient of {item.grad.dtype}"
     moments = {moment.dtype for moment in states[1:3] if moment is not None}
-    assert moments <= ({torch.float32} if is_sgd(item) else {*KINDS}), f"moments of {moments}"
+    assert moments <= ({torch.float32} if item.is_sgd else {*KINDS}), f"moments of {moments}"
     assert torch.bfloat16 not in moments or item.draw is not None, "bf16 moments need random numbers"
     for these in (states, results):
-        for moment, scale in (
-            (these.exp_avg, these.exp_avg_scale),
-            (these.exp_avg_sq, these.exp_avg_sq_scale),
-        ):
+        for moment, scale in zip(these[1:3], these[4:], strict=True):
             sizes = None if scale is None else (scale.numel() * MOMENT_BLOCK, scale.dtype)
             is_scaled = moment is not None and moment.dtype == torch.uint8
             wanted = (item.grad.numel(), torch.float32) if is_scaled else None
             assert sizes == wanted, "8-bit moments have a float32 scale for each block, others none"
     types = [[getattr(tensor, "dtype", None) for tensor in these] for these in (states, results)]
     assert types[0] == types[1], "results of other types"
-    if is_split(item):
-        assert states.param is not None and states.param.dtype == torch.bfloat16, "only bf16 splits"
-
-
-def constants_of(item: UpdateItem) -> tuple[float, ...]:
-    """Return the scalars of an item's update, in the order of `AdamScalars.constants`."""
-    if is_sgd(item):
-        return item.scalars.sgd_constants
-    if any(moment_kinds(item)):
-        return item.scalars.folded_constants
-    return item.scalars.constants
-
-
-def rng_numbers(item: UpdateItem) -> tuple[int, ...]:
-    """Return the numbers of an item's `RngCoords` for kernels, or unused values without RngCoords."""
-    if item.draw is None:
-        return 0, 1, 1, 0, 0, 0
-    return item.draw.numbers(item.scalars.step)
-
-
-def is_sgd(item: UpdateItem) -> bool:
-    """Return whether the update is that of SGD, which has no second moment."""
-    return item.states.exp_avg_sq is None
-
-
-def is_split(item: UpdateItem) -> bool:
-    """Return whether the master is split into the bf16 parameter and 16 low bits."""
-    return item.states.master.dtype == torch.int16
-
-
-def moment_kinds(item: UpdateItem) -> tuple[int, int]:
-    """Return the indices of the moments' dtypes in KINDS; -1 for a moment that SGD does not have."""
-    first, second = (-1 if each is None else KINDS.index(each.dtype) for each in item.states[1:3])
-    return first, second
-
-
-def bf16_param(states: AdamStates) -> torch.Tensor | None:
-    """Return the bf16 parameter, which a kernel writes together with the states, or None."""
-    is_bf16 = states.param is not None and states.param.dtype == torch.bfloat16
-    return states.param if is_bf16 else None
-
-
-def pointers(item: UpdateItem) -> list[int | None]:
-    """Return addresses of the gradient, of states and bf16 parameter to read and to write, of scales."""
-    tensors: list[torch.Tensor | None] = [item.grad]
-    both = item.states, item.out or item.states
-    for states in both:
-        tensors += [states.master, states.exp_avg, states.exp_avg_sq, bf16_param(states)]
-    for states in both:
-        tensors += [states.exp_avg_scale, states.exp_avg_sq_scale]
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    assert states.bf16_param is not None or not item.is_split, "only bf16 splits"
 
 
 @torch.no_grad()
 def copy_other_params(items: Sequence[UpdateItem]) -> None:
     """Copy new masters to the parameters that kernels do not write (fp16: to nearest, ties to even)."""
     for item in items:
-        results = item.out or item.states
-        if results.param is not None and bf16_param(results) is None:
+        results = item.results
+        if results.param is not None and results.bf16_param is None:
             results.param.copy_(results.master)

@@ -24,14 +24,8 @@ from patch.optimizer.kernels.spec import (
     AdamScalars,
     PreparedUpdate,
     UpdateItem,
-    bf16_param,
     check_item,
-    constants_of,
     copy_other_params,
-    is_split,
-    moment_kinds,
-    pointers,
-    rng_numbers,
 )
 
 _BLOCK = tl.constexpr(1024)  # 2048 needs twice the registers, and spills if pointers are not aligned
@@ -64,10 +58,10 @@ class TritonAdam(AdamKernel):
             check_item(item)
             form = _Form(
                 item.grad.dtype == torch.bfloat16,
-                bf16_param(item.states) is not None,
-                is_split(item),
+                item.states.bf16_param is not None,
+                item.is_split,
                 item.scalars.decoupled_weight_decay,
-                moment_kinds(item),
+                item.moment_kinds,
             )
             forms[form].append((item, group))
         tables = [_Table(form, *zip(*members, strict=True)) for form, members in forms.items()]
@@ -87,10 +81,8 @@ class _Table:
         self._form, self._items, self._groups, self._num_blocks = form, items, list(groups), 0
         rows: list[list[int]] = []
         for item in items:
-            numel = item.grad.numel()
-            places = [pointer or 0 for pointer in pointers(item)]
-            numbers = rng_numbers(item)
-            rows.append([*places[:9], numel, self._num_blocks, *_bits(item), *places[9:], *numbers])
+            numel, places = item.grad.numel(), [pointer or 0 for pointer in item.pointers]
+            rows.append([*places[:9], numel, self._num_blocks, *_bits(item), *places[9:], *item.rng_numbers])
             self._num_blocks += triton.cdiv(numel, _BLOCK.value)
         self._rows, self._alignment = torch.tensor(rows, dtype=torch.int64), _alignment(rows)
 
@@ -102,7 +94,7 @@ class _Table:
         if 1 in kinds:
             both = zip(self._items, self._groups, strict=True)
             items = [item._replace(scalars=scalars[group]) for item, group in both]
-            self._rows[:, 24:30] = torch.tensor([rng_numbers(item) for item in items])
+            self._rows[:, 24:30] = torch.tensor([item.rng_numbers for item in items])
         if self._num_blocks:
             device = self._items[0].grad.device
             _update[(self._num_blocks,)](
@@ -123,7 +115,7 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _bits(item: UpdateItem) -> list[int]:
-    return np.array(constants_of(item), np.float32).view(np.int32).tolist()
+    return np.array(item.constants, np.float32).view(np.int32).tolist()
 
 
 def _alignment(rows: list[list[int]]) -> int:

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 
 from patch.layout.buckets import CHUNK_UNITS, chunk_unit
-from patch.memory import HOST, UNLIMITED, Allocator, StagedCopier, TorchAllocator, write_values
+from patch.memory.disk import write_values
+from patch.memory.offload_device import HOST, Allocator
+from patch.memory.simulated_device import UNLIMITED
+from patch.memory.staged_copy import StagedCopier
 from patch.optimizer.kernels.low_bit_moments import RngCoords, elements_of
-
-_NOWHERE = TorchAllocator(torch.device("meta"))
 
 
 class ShardRange(NamedTuple):
@@ -32,7 +33,7 @@ class ShardRange(NamedTuple):
     group: int
     needs_extra_reduction: bool
     """Whether the gradient has another reduction after that of its bucket (over tensor-parallel ranks, or
-    over the two stages of a tied embedding; Muon's orthogonalization), so that it is final later."""
+    over the two stages of a tied embedding; orthogonalization), so that it is final later."""
     draw: RngCoords | None = None
     """The coordinates of the random numbers for bf16 moments, or None."""
 
@@ -106,11 +107,8 @@ class ChunkRange(NamedTuple):
 class StateChunk:
     """The states of up to `size` elements, one `Chunk` for each state; without buffers until `allocate`."""
 
-    def __init__(
-        self, size: int, needs_extra_reduction: bool, param_dtype: torch.dtype, orthogonalizes: bool
-    ) -> None:
-        self.size, self.needs_extra_reduction, self.param_dtype = size, needs_extra_reduction, param_dtype
-        self.orthogonalizes = orthogonalizes
+    def __init__(self, size: int, needs_extra_reduction: bool, dtypes: Mapping[str, torch.dtype]) -> None:
+        self.size, self.needs_extra_reduction, self.dtypes = size, needs_extra_reduction, dtypes
         self.index = 0
         """Order of backward: chunk 0 has the first gradients, and its parameters are needed last."""
         self.ranges: list[ChunkRange] = []
@@ -135,8 +133,11 @@ class StateChunk:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes allocated for all states, including unused space."""
-        return sum(chunk.data.nbytes for chunk in self.states.values())
+        """Return the bytes of all states, including unused space."""
+        return sum(self._size_of(name) * dtype.itemsize for name, dtype in self.dtypes.items())
+
+    def _size_of(self, name: str) -> int:
+        return (self.numel if self.needs_extra_reduction else self.size) // elements_of(name)
 
     def views(self, name: str, shard: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield views of a state of elements [begin, end) of a shard, as (first element in the shard, view).
@@ -153,12 +154,10 @@ class StateChunk:
                 offset, each = range_.offset + first - range_.begin, elements_of(name)
                 yield first, self.states[name].data[offset // each : (offset + last - first) // each]
 
-    def allocate(self, dtypes: Mapping[str, torch.dtype], memory: Allocator) -> None:
+    def allocate(self, memory: Allocator) -> None:
         """Allocate a buffer of zeros in `memory` for each state."""
-        size = self.numel if self.needs_extra_reduction else self.size
-        self.states = {}
-        for name, dtype in dtypes.items():
-            self.states[name] = Chunk(size // elements_of(name), memory, dtype)
+        for name, dtype in self.dtypes.items():
+            self.states[name] = Chunk(self._size_of(name), memory, dtype)
             self.states[name].alloc_tensor(self.numel // elements_of(name))
 
     def reset_device(self, memory: Allocator, copier: StagedCopier, *, is_host: bool) -> None:
@@ -225,29 +224,21 @@ class ChunkManager:
         self.size, self._device, self._copier, self._pinned = size, device, copier, pinned
         self._disk, self._host_bytes = disk, host_bytes
         self.chunks: list[StateChunk] = []
-        self._open: dict[tuple[bool, torch.dtype, bool], StateChunk] = {}
+        self._open: dict[tuple[object, ...], StateChunk] = {}
 
-    def register(
-        self,
-        shard: int,
-        elements: ShardRange,
-        param_dtype: torch.dtype = torch.float32,
-        *,
-        orthogonalizes: bool = False,
-    ) -> None:
+    def register(self, shard: int, elements: ShardRange, dtypes: Mapping[str, torch.dtype]) -> None:
         """Assign a range of a bucket shard to chunks, Next-Fit; call it before `allocate`.
 
         Args:
             elements: the range. Ranges whose gradients need an extra reduction go to separate chunks.
-            param_dtype: dtype of its parameters; a chunk contains parameters of one dtype.
-            orthogonalizes: whether they have Muon's states; so have all parameters of a chunk.
+            dtypes: names and dtypes of its states, the same in a whole chunk.
         """
         begin, end, group, needs_extra_reduction, draw = elements
-        kind = needs_extra_reduction, param_dtype, orthogonalizes
+        kind = needs_extra_reduction, *dtypes.items()
         while begin < end:
             chunk = self._open.get(kind)
             if chunk is None or chunk.numel + min(end - begin, self.size) > self.size:
-                chunk = self._open[kind] = StateChunk(self.size, *kind)
+                chunk = self._open[kind] = StateChunk(self.size, needs_extra_reduction, dtypes)
                 self.chunks.append(chunk)
             stop = min(end, begin + self.size - chunk.numel)
             here = draw and draw._replace(skip=draw.skip + begin - elements.begin)
@@ -262,15 +253,11 @@ class ChunkManager:
             if self._copier is None:  # never exchanged
                 chunk.size = chunk.numel
 
-    def allocate(self, dtypes_of: Callable[[torch.dtype, bool], Mapping[str, torch.dtype]]) -> None:
-        """Allocate the buffers of every chunk on the host or the device, one for each state of
-        `dtypes_of`."""
-        for chunk in self.chunks:
-            chunk.allocate(dtypes_of(chunk.param_dtype, chunk.orthogonalizes), _NOWHERE)
+    def allocate(self) -> None:
+        """Allocate the buffers of every chunk on the host or the device."""
         memories = dict(self._host_memories())
         for chunk in self.chunks:
-            memory = memories.get(chunk, self._device)
-            chunk.allocate(dtypes_of(chunk.param_dtype, chunk.orthogonalizes), memory)
+            chunk.allocate(memories.get(chunk, self._device))
 
     def _host_memories(self) -> list[tuple[StateChunk, Allocator]]:
         """Return the memory of each chunk on the host: the first chunks, needed last, are on the disk."""
@@ -345,5 +332,5 @@ def find_best_chunk_size(numels: Sequence[int]) -> int:
 def _unused(numels: Sequence[int], size: int) -> int:
     manager = ChunkManager(size, HOST)
     for numel in numels:
-        manager.register(0, ShardRange(0, numel, group=0, needs_extra_reduction=False))
+        manager.register(0, ShardRange(0, numel, group=0, needs_extra_reduction=False), {})
     return sum(size - chunk.numel for chunk in manager.chunks)

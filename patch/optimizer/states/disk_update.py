@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from patch.memory import HOST, DiskMemory
-from patch.memory.disk import Jobs
-from patch.optimizer.kernels import AdamScalars
+from patch.memory.disk import DiskMemory, Jobs
+from patch.memory.offload_device import HOST
+from patch.optimizer.kernels.spec import AdamScalars
 from patch.optimizer.states.chunk import Chunk, StateChunk
-from patch.optimizer.states.host_buffers import HostedChunks, OutputBuffers
-from patch.optimizer.states.host_update import HostUpdates, _ChunkUpdate
+from patch.optimizer.states.host_buffers import HostedChunks, OutputBuffers, fit_pool
+from patch.optimizer.states.host_update import HostUpdates, States, _ChunkUpdate
 
 NUM_BUFFERS = 4
 """Chunks whose states have a buffer: one is updated, one written, two are read."""
@@ -36,23 +36,21 @@ class DiskUpdates(HostUpdates):
 
     def __init__(self, chunks: HostedChunks, disk: DiskMemory) -> None:
         super().__init__(chunks, disk)
-        self._disk = disk
+        self.disk = disk
         self._free: deque[_Buffer] = deque()
         self._reads: dict[StateChunk, _Buffer] = {}
         """Chunks that are read ahead; `_lock` guards it and `_free`."""
         self._order: Sequence[StateChunk] = ()
         """The order of the last step's updates after its backward."""
-        self._taken: _Buffer | None = None
+        self.disk_wait_s = 0.0
+        """Seconds that the worker has waited for the disk."""
 
     def resize_buffers(self, chunks: Sequence[StateChunk]) -> None:
         """Allocate or drop buffers for these chunks on the disk; call it between two steps."""
         super().resize_buffers(chunks)
         self._drop_reads()
         self._order = ()
-        while len(self._free) > min(len(chunks), NUM_BUFFERS):
-            self._free.pop()
-        while len(self._free) < min(len(chunks), NUM_BUFFERS):
-            self._free.append(_Buffer(self._hosted.make_states(HOST)))
+        fit_pool(self._free, min(len(chunks), NUM_BUFFERS), lambda: _Buffer(self._hosted.make_states(HOST)))
 
     def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
         """Update chunks in the background; see HostUpdates."""
@@ -97,41 +95,30 @@ class DiskUpdates(HostUpdates):
         buffer.jobs = [
             job
             for name, state in chunk.states.items()
-            for job in self._disk.start_read(state.data, buffer.states[name].data, buffer.jobs)
+            for job in self.disk.start_read(state.data, buffer.states[name].data, buffer.jobs)
         ]
         return buffer
 
     # The methods below run in the worker thread.
 
     @contextmanager
-    def _inputs_of(self, update: _ChunkUpdate) -> Iterator[None]:
+    def _inputs_of(self, update: _ChunkUpdate, outputs: OutputBuffers) -> Iterator[States]:
         with self._lock:
             if update.chunk not in self._reads and not self._free:
                 self._free.append(self._reads.popitem()[1])
-            taken = self._taken = self._reads.pop(update.chunk, None) or self._read(update.chunk)
-        with super()._inputs_of(update):
+            taken = self._reads.pop(update.chunk, None) or self._read(update.chunk)
+        with super()._inputs_of(update, outputs):
             try:
-                yield
+                begin = time.perf_counter()
+                for job in taken.jobs:
+                    job.result()
+                self.disk_wait_s += time.perf_counter() - begin
+                yield taken.states
+                taken.jobs = [
+                    job
+                    for name, state in (outputs.shadow or update.chunk.states).items()
+                    for job in self.disk.start_write(taken.states[name].data, state.data)
+                ]
             finally:  # after an error the next user of the buffer fails too
                 with self._lock:
                     self._free.append(taken)
-
-    def _states_of(
-        self, update: _ChunkUpdate, outputs: OutputBuffers
-    ) -> tuple[Mapping[str, Chunk], Mapping[str, Chunk]]:
-        assert self._taken is not None
-        return self._taken.states, self._taken.states
-
-    def _compute(self, update: _ChunkUpdate, scalars: Sequence[AdamScalars], outputs: OutputBuffers) -> None:
-        buffer, begin = self._taken, time.perf_counter()
-        assert buffer is not None
-        for job in buffer.jobs:
-            job.result()
-        self.disk_wait_s += time.perf_counter() - begin
-        super()._compute(update, scalars, outputs)
-        _, new_states = super()._states_of(update, outputs)
-        buffer.jobs = [
-            job
-            for name, state in new_states.items()
-            for job in self._disk.start_write(buffer.states[name].data, state.data)
-        ]

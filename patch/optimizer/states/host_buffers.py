@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from patch.memory import HOST, Allocator, Event, OffloadDevice
+from patch.memory.offload_device import HOST, Allocator, Event, OffloadDevice
 from patch.optimizer.kernels.low_bit_moments import bytes_of, elements_of
 from patch.optimizer.states.chunk import BucketShard, Chunk, StateChunk
+
+_Buffer = TypeVar("_Buffer")
 
 # The largest share of the chunks on the host that is updated speculatively.
 _SPECULATIVE_SHARE = 0.5
@@ -61,19 +63,29 @@ class InputBuffers:
         self.grad = allocate(like.grad.dtype)
         self.param = allocate(like.param.dtype) if has_param else None
         """Parameters that are masters (fp32) or the high bits of masters (bf16), or None."""
+        self.is_current = False
+        """Always False: each update copies them."""
 
 
 class OutputBuffers:
     """Pinned buffers that the update of one chunk writes, or the weights of a chunk that the host keeps."""
 
-    def __init__(self, chunks: HostedChunks) -> None:
+    def __init__(self, chunks: HostedChunks, shadows: Allocator | None = None) -> None:
         self.param = chunks.device.allocate_pinned(chunks.size, chunks.shards[0].param.dtype)
-        self.shadow: dict[str, Chunk] = {}
+        self.shadow = {} if shadows is None else chunks.make_states(shadows)
         """The new states of a speculative update; empty if updates overwrite the old states."""
         self.copied: Event | None = None
         """An event at the end of the last copies from `param` to the device, or None."""
         self.is_current = False
         """Whether `param` has, or gets by a copy in flight, the chunk's weights of the device."""
+
+
+def fit_pool(pool: MutableSequence[_Buffer], number: int, make: Callable[[], _Buffer]) -> None:
+    """Drop or make buffers until a pool has this number."""
+    while len(pool) > number:
+        pool.pop()
+    while len(pool) < number:
+        pool.append(make())
 
 
 class HostBuffers:
@@ -101,6 +113,10 @@ class HostBuffers:
         self.shadow_outputs: deque[OutputBuffers] = deque()
         """Outputs of speculative updates that no update of this step uses."""
 
+    def weights_of(self, chunk: StateChunk, inputs: InputBuffers) -> InputBuffers | OutputBuffers:
+        """Return what holds the weights that a chunk's update reads: the kept ones, or the inputs."""
+        return self.kept.get(chunk, inputs)
+
     def resize(self, hosted: Sequence[StateChunk]) -> None:
         """Allocate or drop buffers for these chunks on the host; call it between two steps."""
         num_chunks, shards = len(hosted), self._chunks.shards
@@ -114,23 +130,14 @@ class HostBuffers:
                     self.kept[chunk] = OutputBuffers(self._chunks)
         except MemoryError:  # a step can do without them
             self._max_kept, self.kept = 0, {}
-        while len(self.outputs) < min(_NUM_ALWAYS, num_chunks):
-            self.outputs.append(OutputBuffers(self._chunks))
+        fit_pool(self.outputs, min(_NUM_ALWAYS, num_chunks), partial(OutputBuffers, self._chunks))
         has_param = self._reads_param and len(self.kept) < len(copied)
         if self.inputs and (self.inputs[0].param is not None) != has_param:
             self.inputs.clear()
         input_bytes = self._grad_bytes + self._weight_bytes * has_param
         most = _NUM_ALWAYS + int(_INPUT_MEMORY_SHARE * self._chunks.spare_bytes) // input_bytes
         num_inputs = min(num_chunks, max(_NUM_ALWAYS, int(num_chunks * _INPUT_SHARE)), most)
-        while len(self.inputs) > num_inputs:
-            self.inputs.pop()
-        while len(self.inputs) < num_inputs:
-            self.inputs.append(InputBuffers(self._chunks, has_param=has_param))
+        fit_pool(self.inputs, num_inputs, partial(InputBuffers, self._chunks, has_param=has_param))
         most = int((self._room - len(self.kept) * self._weight_bytes) / self._shadow_bytes)
         num_shadows = min(int(num_chunks * _SPECULATIVE_SHARE), most)
-        while len(self.shadow_outputs) > num_shadows:
-            self.shadow_outputs.pop()
-        while len(self.shadow_outputs) < num_shadows:
-            outputs = OutputBuffers(self._chunks)
-            outputs.shadow = self._chunks.make_states(self._memory)
-            self.shadow_outputs.append(outputs)
+        fit_pool(self.shadow_outputs, num_shadows, partial(OutputBuffers, self._chunks, self._memory))

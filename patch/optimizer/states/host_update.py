@@ -30,9 +30,10 @@ from typing import NamedTuple
 import torch
 
 from patch.compat.torch_internals import region
-from patch.memory import HOST, Allocator, Event, Joinable
-from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
+from patch.memory.offload_device import HOST, Allocator, Event, Joinable
+from patch.optimizer.kernels import adam_kernel
 from patch.optimizer.kernels.low_bit_moments import elements_of
+from patch.optimizer.kernels.spec import AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.states.chunk import BucketShard, Chunk, ChunkRange, StateChunk
 from patch.optimizer.states.host_buffers import HostBuffers, HostedChunks, InputBuffers, OutputBuffers
 from patch.optimizer.states.placement import LateUpdates
@@ -43,11 +44,15 @@ _MAX_FAILURE_RATE = 0.2
 _FAILURE_RATE_DECAY = 0.9
 
 
-def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tensor) -> AdamStates:
+States = Mapping[str, Chunk]
+
+
+def adam_states(states: States, in_chunk: slice, param: torch.Tensor) -> AdamStates:
     """Return the states of some elements of a chunk, counted in it, as the Adam kernel takes them.
 
     `param` (n,) are the parameters of these elements.
     """
+
     def part(name: str) -> torch.Tensor | None:
         each = elements_of(name)
         return states[name].data[in_chunk.start // each : in_chunk.stop // each] if name in states else None
@@ -61,7 +66,7 @@ def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tenso
 
 
 def item_of(
-    states: Mapping[str, Chunk], r: ChunkRange, shard: BucketShard, scalars: Sequence[AdamScalars]
+    states: States, r: ChunkRange, shard: BucketShard, scalars: Sequence[AdamScalars]
 ) -> UpdateItem:
     """Return the update on the device of a range of a chunk with these states."""
     own = adam_states(states, r.in_chunk, shard.param[r.in_shard])
@@ -110,15 +115,9 @@ class HostUpdates:
         """Updates of the last step that were not waited for; each returns the end of the copies back."""
         self.failure_rate = 0.0
         """Recent share of steps in which the expected scalars were wrong."""
-        self.busy_s = 0.0
-        """Seconds that the worker has updated chunks."""
-        self.waited_s = 0.0
-        """Seconds that other threads have waited for the worker."""
         self.late = LateUpdates()
         """The updates after the norm in the last complete step."""
         self._late, self._norm_known = LateUpdates(), 0.0
-        self.disk_wait_s = 0.0
-        """Seconds that the worker has waited for a disk."""
 
     def resize_buffers(self, chunks: Sequence[StateChunk]) -> None:
         """Allocate or drop buffers for these chunks on the host; call it between two steps."""
@@ -174,13 +173,9 @@ class HostUpdates:
         for chunk in chunks:
             if chunk in speculated:
                 self._jobs[chunk] = self._worker.submit(self._commit, speculated[chunk])
-            else:
-                self._jobs[chunk] = self._worker.submit(
-                    self._update_in_place,
-                    updates[chunk],
-                    self._buffers.kept.get(chunk) or next(outputs_in_turn),
-                    scalars,
-                )
+                continue
+            outputs = self._buffers.kept.get(chunk) or next(outputs_in_turn)
+            self._jobs[chunk] = self._worker.submit(self._update_in_place, updates[chunk], outputs, scalars)
         self._updates = {}
 
     def cancel_step(self) -> None:
@@ -220,10 +215,8 @@ class HostUpdates:
             return True
         if not block and not job.done():
             return False
-        begin = time.perf_counter()
         with region("wait for chunk %d", chunk.index):
             job.result().wait()
-        self.waited_s += time.perf_counter() - begin
         del self._jobs[chunk]
         return True
 
@@ -240,20 +233,17 @@ class HostUpdates:
         if not self._buffers.inputs:
             self._release_inputs(next(other for other in reversed(self._queue) if other.inputs is not None))
         inputs = update.inputs = self._buffers.inputs.popleft()
-        kept = self._buffers.kept.get(update.chunk)
-        param = inputs.param if kept is None else None if kept.is_current else kept.param
-        copies = []
+        weights, copies = self._buffers.weights_of(update.chunk, inputs), []
         for r in update.chunk.ranges:
             shard = self._shards[r.shard]
             if shard.is_on_host:
                 continue
             copies.append((shard.grad[r.in_shard], inputs.grad[r.in_chunk]))
-            if param is not None:
-                copies.append((shard.param[r.in_shard], param[r.in_chunk]))
+            if weights.param is not None and not weights.is_current:
+                copies.append((shard.param[r.in_shard], weights.param[r.in_chunk]))
         with region("chunk %d to host", update.chunk.index):
             update.inputs_copied = self._device.copy_to_host(copies, update.grads_final)
-        if kept is not None:
-            kept.is_current = True
+        weights.is_current = weights is not inputs
 
     def _release_inputs(self, update: _ChunkUpdate) -> None:
         """Free an update's input buffers; needs the lock. Copies to them end before any later copy begins."""
@@ -266,8 +256,8 @@ class HostUpdates:
     def _update_speculatively(
         self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> None:
-        with self._inputs_of(update):
-            self._compute(update, scalars, outputs)
+        with self._inputs_of(update, outputs) as buffer:
+            self._compute(update, scalars, outputs, buffer)
 
     def _commit(self, speculation: _Speculation) -> Event:
         update, outputs, job = speculation
@@ -280,16 +270,21 @@ class HostUpdates:
     def _update_in_place(
         self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> Event:
-        with self._inputs_of(update):
-            self._compute(update, scalars, outputs)
+        with self._inputs_of(update, outputs) as buffer:
+            self._compute(update, scalars, outputs, buffer)
         late_s = time.perf_counter() - self._norm_known
         self._late = LateUpdates(late_s, self._late.numel + update.chunk.numel)
         on_device = [r for r in update.chunk.ranges if not self._shards[r.shard].is_on_host]
         return self._copy_params_back(update.chunk, outputs, on_device)
 
     @contextmanager
-    def _inputs_of(self, update: _ChunkUpdate) -> Iterator[None]:
-        """Return a context in which the copies of this update's and the next update's inputs have started."""
+    def _inputs_of(self, update: _ChunkUpdate, outputs: OutputBuffers) -> Iterator[States | None]:
+        """Return a context in which the copies of this update's and the next update's inputs have started.
+
+        Returns:
+            a buffer with the states, updated in place and then stored in `outputs` or the chunk; None: the
+            states are in memory.
+        """
         with self._lock:
             if update in self._queue:  # it is not if `start_updates` has made a new queue meanwhile
                 self._queue.remove(update)
@@ -297,29 +292,27 @@ class HostUpdates:
                 if next_update.inputs is None:
                     self._copy_inputs(next_update)
         try:
-            yield
+            yield None
         finally:
             with self._lock:
                 self._release_inputs(update)
                 self._prefetch_inputs()
 
-    def _states_of(
-        self, update: _ChunkUpdate, outputs: OutputBuffers
-    ) -> tuple[Mapping[str, Chunk], Mapping[str, Chunk]]:
-        return update.chunk.states, outputs.shadow or update.chunk.states
-
     def _compute(
-        self, update: _ChunkUpdate, scalars: Sequence[AdamScalars], outputs: OutputBuffers
+        self,
+        update: _ChunkUpdate,
+        scalars: Sequence[AdamScalars],
+        outputs: OutputBuffers,
+        buffer: States | None,
     ) -> None:
         assert update.inputs is not None and update.inputs_copied is not None
         update.inputs_copied.synchronize()
         if outputs.copied is not None:
             outputs.copied.synchronize()
-        begin = time.perf_counter()
         inputs, items = update.inputs, []
-        kept = self._buffers.kept.get(update.chunk)
-        param = inputs.param if kept is None else kept.param
-        states, new_states = self._states_of(update, outputs)
+        param = self._buffers.weights_of(update.chunk, inputs).param
+        states = buffer or update.chunk.states
+        new_states = buffer or outputs.shadow or states
         for r in update.chunk.ranges:
             shard, grad, new = self._shards[r.shard], inputs.grad[r.in_chunk], outputs.param[r.in_chunk]
             old = new if param is None else param[r.in_chunk]
@@ -332,7 +325,6 @@ class HostUpdates:
             items.append(UpdateItem(grad, before, scalars[r.group], after, r.draw))
         with region("chunk %d update", update.chunk.index):
             self._kernel.update(items)
-        self.busy_s += time.perf_counter() - begin
 
     def _copy_params_back(
         self, chunk: StateChunk, outputs: OutputBuffers, ranges: Sequence[ChunkRange]

@@ -7,7 +7,6 @@ waits for the shard's new parameters (`wait_for_update`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -16,18 +15,15 @@ import torch
 from patch.compat.torch_internals import region
 from patch.config.choices import MOMENT_BLOCK
 from patch.config.schema import OptimizerConfig
-from patch.memory import (
-    Joinable,
-    PinnedAllocator,
-    SimulatedDevice,
-    StagedCopier,
-    TorchAllocator,
-    write_values,
-)
-from patch.optimizer.kernels import AdamKernel, AdamScalars, adam_kernel
+from patch.features.optimizers import OF_MATRICES, optimizer_of
+from patch.memory.disk import write_values
+from patch.memory.offload_device import Joinable, PinnedAllocator, TorchAllocator
+from patch.memory.simulated_device import SimulatedDevice
+from patch.memory.staged_copy import StagedCopier
+from patch.optimizer.kernels import adam_kernel
 from patch.optimizer.kernels.low_bit_moments import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
-from patch.optimizer.kernels.spec import PreparedUpdate
+from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, PreparedUpdate
 from patch.optimizer.param_groups import ParamGroup, group_rates
 from patch.optimizer.states.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.states.disk_update import DiskUpdates
@@ -44,17 +40,13 @@ _MASTERS = {
 """States of a parameter's fp32 master, by the parameter's dtype. An fp32 parameter is its own master, a bf16
 parameter is the high bits of its master (see kernels/spec.py), an fp16 parameter has a separate master."""
 
-MOMENTUM = "momentum_buffer"
-"""The state of Muon's matrices."""
-
 
 def state_dtypes(
-    config: OptimizerConfig, param_dtype: torch.dtype, orthogonalizes: bool = False
+    config: OptimizerConfig, param_dtype: torch.dtype, are_whole_matrices: bool = False
 ) -> dict[str, torch.dtype]:
-    """Return the names and dtypes of the states of parameters of some dtype, or of Muon's matrices."""
-    if orthogonalizes:
-        return {MOMENTUM: torch.float32} | _MASTERS[param_dtype]
-    moments = {name: DTYPES[kind] for name, kind in config.moments.items()}
+    """Return the names and dtypes of the states of parameters of some dtype."""
+    kinds = OF_MATRICES if are_whole_matrices else optimizer_of(config).moments(config)
+    moments = {name: DTYPES[kind] for name, kind in kinds.items()}
     scaled = [name for name, dtype in moments.items() if dtype == torch.uint8]
     return moments | {scale_name(name): torch.float32 for name in scaled} | _MASTERS[param_dtype]
 
@@ -69,9 +61,6 @@ class OptimizerReport(NamedTuple):
     """Bytes of states in host memory, and on the device."""
     offload_fraction: float
     """Share of the elements whose states are not on the device."""
-    host_busy_s: float
-    host_wait_s: float
-    """Seconds since the start that the host updated chunks, and that other threads waited for the host."""
     largest_peak: int
     """The peak device bytes that `record_memory` ever saw."""
     disk_bytes: int = 0
@@ -106,8 +95,8 @@ class HybridAdam:
         self.step_count = 0
         self.dtypes: dict[str, torch.dtype] = {}
         """The dtype of each state, by its name; parameters of one dtype have only some of the states."""
-        for shard, is_matrix in product(shards, {group.orthogonalizes for group in groups}):
-            self.dtypes |= state_dtypes(config, shard.param.dtype, is_matrix)
+        for shard, group in product(shards, sorted(groups, key=lambda group: group.orthogonalizes)):
+            self.dtypes |= state_dtypes(config, shard.param.dtype, group.orthogonalizes)
         on_device = (shard.grad.device for shard in shards if not shard.is_on_host)
         device = next(on_device, torch.device("cpu"))
         self._kernel = _device_kernel(device, offload)
@@ -126,10 +115,9 @@ class HybridAdam:
         host memory. None if there are none."""
         every = self.host_updates, self.disk_updates, self.streamed_updates
         self._all_updates = [updates for updates in every if updates is not None]
-        self._disk = offload.disk if offload else None
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
-        self.manager.allocate(partial(state_dtypes, config))
+        self.manager.allocate()
         self._scalars: list[AdamScalars] | None = None
         self._prepared: dict[tuple[int, ...], PreparedUpdate] = {}
         """The updates of shards whose states are on the device, made again when chunks have moved."""
@@ -147,8 +135,9 @@ class HybridAdam:
                 # Only updates during backward need separate chunks.
                 needs_own_chunk = range_.needs_extra_reduction and are_moved
                 elements = range_._replace(needs_extra_reduction=needs_own_chunk)
-                is_matrix = self._groups[range_.group].orthogonalizes
-                self.manager.register(index, elements, shard.param.dtype, orthogonalizes=is_matrix)
+                is_whole = self._groups[range_.group].orthogonalizes
+                dtypes = state_dtypes(self._config, shard.param.dtype, is_whole)
+                self.manager.register(index, elements, dtypes)
         self.manager.finish_registration()
         chunks_of: list[list[StateChunk]] = [[] for _ in shards]
         for chunk in self.manager.chunks:
@@ -167,7 +156,7 @@ class HybridAdam:
         state_bytes = min(host_bytes, offload.host_state_bytes)
         there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
         spare_bytes = max(0, offload.host_bytes - there - state_bytes)
-        updated = {name: dtype for name, dtype in self.dtypes.items() if name != MOMENTUM}
+        updated = state_dtypes(self._config, self.shards[0].param.dtype)
         chunks = HostedChunks(self.shards, updated, size, offload.device, spare_bytes)
         streamed, disk = None, None
         if offload.streamed != 0:
@@ -184,16 +173,15 @@ class HybridAdam:
             updates.resize_buffers(self._chunks_of_updates(updates))
 
     def _updates_of(self, chunk: StateChunk) -> HostUpdates | StreamedUpdates | None:
-        """Return what updates a chunk on the host."""
+        """Return what updates a chunk on the host, or None for a chunk on the device."""
+        if not chunk.is_on_host:
+            return None
         if chunk.is_on_disk:
             return self.disk_updates
         return self.streamed_updates if chunk.is_streamed else self.host_updates
 
     def _chunks_of_updates(self, updates: HostUpdates | StreamedUpdates) -> list[StateChunk]:
-        return [chunk for chunk in self._chunks_on_host() if self._updates_of(chunk) is updates]
-
-    def _chunks_on_host(self) -> list[StateChunk]:
-        return [chunk for chunk in self.manager.chunks if chunk.is_on_host]
+        return [chunk for chunk in self.manager.chunks if self._updates_of(chunk) is updates]
 
     def copy_model_params_to_main_params(self) -> None:
         """Set the masters to the model's parameters; call it after parameters were loaded into the model."""
@@ -214,19 +202,17 @@ class HybridAdam:
 
     def report(self) -> OptimizerReport:
         """Report where states are, and the cost of offload."""
-        disk_bytes = self.manager.disk_bytes
+        disk_bytes, of_disk = self.manager.disk_bytes, self.disk_updates
         return OptimizerReport(
             num_chunks=len(self.manager.chunks),
             chunk_numel=self.manager.size,
             host_bytes=self.manager.total_bytes(on_host=True) - disk_bytes,
             device_bytes=self.manager.total_bytes(on_host=False),
             offload_fraction=self.manager.offload_fraction,
-            host_busy_s=sum(updates.busy_s for updates in self._all_updates),
-            host_wait_s=sum(updates.waited_s for updates in self._all_updates),
             largest_peak=self.placement.largest_peak,
             disk_bytes=disk_bytes,
-            disk_moved_bytes=self._disk.num_bytes_moved if self._disk else 0,
-            disk_wait_s=sum(updates.disk_wait_s for updates in self._all_updates),
+            disk_moved_bytes=of_disk.disk.num_bytes_moved if of_disk else 0,
+            disk_wait_s=of_disk.disk_wait_s if of_disk else 0.0,
             speculation_failure_rate=self.host_updates.failure_rate if self.host_updates else None,
         )
 
@@ -238,8 +224,8 @@ class HybridAdam:
             updates.start_step(self._scalars)
         self._shards_awaited = {
             chunk: {range_.shard for range_ in chunk.ranges}
-            for chunk in self._chunks_on_host()
-            if not chunk.needs_extra_reduction
+            for chunk in self.manager.chunks
+            if chunk.is_on_host and not chunk.needs_extra_reduction
         }
 
     def grad_ready(self, index: int, after: Joinable | None = None) -> None:
@@ -326,7 +312,7 @@ class HybridAdam:
         return [
             AdamScalars(
                 lr=rate,
-                beta1=config.sgd_momentum if config.optimizer == "sgd" else config.adam_beta1,
+                beta1=getattr(config, optimizer_of(config).first_decay),
                 beta2=config.adam_beta2,
                 eps=config.adam_eps,
                 weight_decay=group.weight_decay,

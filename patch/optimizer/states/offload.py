@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from patch.memory import UNLIMITED, DiskMemory, OffloadDevice
+from patch.memory.disk import DiskMemory
+from patch.memory.offload_device import OffloadDevice
+from patch.memory.simulated_device import UNLIMITED
 from patch.optimizer.states.chunk import ChunkManager, StateChunk
 from patch.optimizer.states.placement import (
     AutoPlacementPolicy,

@@ -27,6 +27,7 @@ WINDOW = 64
 WARM_UP = 2
 """Steps before the first chunk moves to the device, because memory still grows in a process's first steps."""
 _MAX_PATIENCE = 4096
+_OUT_OF_MEMORY = "out of memory"
 
 
 class Move(NamedTuple):
@@ -96,7 +97,9 @@ class StaticPlacementPolicy:
         if self._is_decided:
             return []
         self._is_decided = True
-        num_host = self._num_host(chunks)
+        on_host = [*accumulate((chunk.numel for chunk in chunks), initial=0)]
+        errors = [abs(self._fraction * on_host[-1] - numel) for numel in on_host]
+        num_host = errors.index(min(errors))  # the smaller number on a tie
         reason = f"fraction {self._fraction:g}"
         wanted = [Move(chunk, position < num_host, reason) for position, chunk in enumerate(chunks)]
         return sorted(
@@ -106,14 +109,7 @@ class StaticPlacementPolicy:
 
     def evict(self, chunks: Sequence[StateChunk], num_bytes: int) -> list[Move]:
         """Return moves that free memory on the device; see `AutoPlacementPolicy.evict`."""
-        return _evictions(chunks, num_bytes, "out of memory")
-
-    def _num_host(self, chunks: Sequence[StateChunk]) -> int:
-        """Return how many first chunks come nearest to the fraction, or the smaller number on a tie."""
-        wanted = self._fraction * sum(chunk.numel for chunk in chunks)
-        on_host = accumulate((chunk.numel for chunk in chunks), initial=0)
-        errors = [abs(wanted - numel) for numel in on_host]
-        return errors.index(min(errors))
+        return _evictions(chunks, num_bytes, _OUT_OF_MEMORY)
 
 
 class AutoPlacementPolicy:
@@ -147,7 +143,7 @@ class AutoPlacementPolicy:
         free = memory.usable_bytes - memory.fixed_bytes - on_device - peak - self._threshold
         if free < 0:
             reason = f"{size_text(-free)} short of the largest peak, {size_text(peak)}"
-            return self._evict(chunks, -free, reason)
+            return self.evict(chunks, -free, reason)
         if peak > self._largest_peak:
             self._free.clear()
         self._largest_peak = peak
@@ -160,11 +156,10 @@ class AutoPlacementPolicy:
             self._free.clear()
         return promotions
 
-    def evict(self, chunks: Sequence[StateChunk], num_bytes: int) -> list[Move]:
+    def evict(
+        self, chunks: Sequence[StateChunk], num_bytes: int, reason: str = _OUT_OF_MEMORY
+    ) -> list[Move]:
         """Return moves that free at least `num_bytes` on the device, or all chunks on the device."""
-        return self._evict(chunks, num_bytes, "out of memory")
-
-    def _evict(self, chunks: Sequence[StateChunk], num_bytes: int, reason: str) -> list[Move]:
         evictions = _evictions(chunks, num_bytes, reason)
         if evictions:
             self.back_off()

@@ -11,20 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
+from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
-from patch.memory import on_host, write_values
+from patch.memory.disk import on_host, write_values
 from patch.optimizer.kernels.low_bit_moments import RngCoords, elements_of
-
-_STATE = "optimizer.state"
-"""The prefix of the keys of states in checkpoints."""
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
@@ -43,21 +41,23 @@ class StateRange(NamedTuple):
 
 
 class ShardStates:
-    """The optimizer states of this rank's shards, as checkpoints hold them.
+    """States of this rank's shards, or their gradients, as checkpoints hold them.
 
     Args:
-        dtypes: the dtypes of the states, by their names.
+        prefix: how their keys begin.
+        dtypes: the dtypes of the states, by their names; "" for a nameless state.
         ranges: returns the parts of a state by its name: views, valid until chunks move or the next step.
         parameters: all trainable parameters of this rank.
     """
 
     def __init__(
         self,
+        prefix: str,
         dtypes: Mapping[str, torch.dtype],
         ranges: Callable[[str], Iterable[StateRange]],
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
-        self._dtypes, self._ranges, self._parameters = dtypes, ranges, parameters
+        self._prefix, self._dtypes, self._ranges, self._parameters = prefix, dtypes, ranges, parameters
 
     def flat(self) -> dict[str, torch.Tensor]:
         """Return each state as one flat tensor on the CPU."""
@@ -92,11 +92,16 @@ class ShardStates:
         """Return the states as sharded tensors that are views; for saving, add `zeros_of_frozen`."""
         found: ShardedStateDict = {}
         for name in self._dtypes:
-            found |= sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}.", elements_of(name))
+            key = _key(self._prefix, name)
+            found |= sharded_ranges(model_state, self._ranges(name), key, elements_of(name))
         if not is_loading:
             trained, stored = set(map(id, self._parameters)), {entry.key for entry in found.values()}
-            found |= zeros_of_frozen(model_state, trained, self._dtypes, stored, _STATE)
+            found |= zeros_of_frozen(model_state, trained, self._dtypes, stored, self._prefix)
         return found
+
+
+def _key(prefix: str, state: str) -> str:
+    return f"{prefix}.{state}." if state else f"{prefix}."
 
 
 def sharded_ranges(
@@ -147,6 +152,8 @@ def _without(state: ShardedStateDict, parameters: set[int]) -> ShardedStateDict:
         for name, entry in state.items()
         if isinstance(entry, dict) or id(entry.data) not in parameters
     }
+
+
 def rng_coords_of(
     named: Sequence[tuple[str, torch.nn.Parameter]], model_state: ShardedStateDict | None
 ) -> list[list[tuple[int, RngCoords]]]:
@@ -193,23 +200,15 @@ def zeros_of_frozen(
         stored: the keys of the states that this rank stores.
         prefix: the shards' keys are `prefix` + "." + state + "." + the weight's key.
     """
-    shards = [
-        (owner in trained, shard)
-        for owner, found in _shards_by_parameter(model_state).items()
-        for shard, _ in found
-    ]
-    everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, stored)
+    shards = [found for owner, found in _shards_by_parameter(model_state).items() if owner not in trained]
+    everywhere = set[str]().union(*all_gather_object(stored))
     filled: ShardedStateDict = {}
-    for is_trained, shard in shards:
-        for name, dtype in {} if is_trained else dtypes.items():
-            key = f"{prefix}.{name}." if name else f"{prefix}."
-            if not any(key + shard.key in keys for keys in everywhere):
-                continue
-            shape = _fewer(_local_shape(shard), elements_of(name))
+    for (shard, _), (name, dtype) in product(chain.from_iterable(shards), dtypes.items()):
+        key, each = _key(prefix, name), elements_of(name)
+        if key + shard.key in everywhere:
+            shape = _fewer(_local_shape(shard), each)
             zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
-            rectangle = (0,) * len(shape), shape
-            filled |= _entry(shard, key, zeros, rectangle, _replica(shard)[2], elements_of(name))
+            filled |= _entry(shard, key, zeros, ((0,) * len(shape), shape), _replica(shard)[2], each)
     return filled
 
 
@@ -218,22 +217,18 @@ def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Rectang
     rectangles."""
     if begin >= end:
         return
-    if len(shape) == 1:
-        yield (begin,), (end - begin,)
-        return
     row = math.prod(shape[1:])
-    first, last = begin // row, (end - 1) // row
-    if begin % row or end < (first + 1) * row:
-        stop = min(end, (first + 1) * row)
-        for offset, part in rectangles(shape[1:], begin - first * row, stop - first * row):
-            yield (first, *offset), (1, *part)
-        yield from rectangles(shape, stop, end)
-        return
-    whole = end // row - first
-    yield (first, *(0 for _ in shape[1:])), (whole, *shape[1:])
-    if end % row:
-        for offset, part in rectangles(shape[1:], 0, end - last * row):
-            yield (last, *offset), (1, *part)
+    first, last = -(-begin // row), end // row  # the rows from the first to the last are whole
+
+    def within(number: int, start: int, stop: int) -> Iterator[Rectangle]:
+        for offset, part in rectangles(shape[1:], start - number * row, stop - number * row):
+            yield (number, *offset), (1, *part)
+
+    yield from within(first - 1, begin, min(first * row, end))
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if first <= last:
+        yield from within(last, last * row, end)
 
 
 def _shards_by_parameter(model_state: ShardedStateDict) -> dict[int, list[tuple[ShardedTensor, int]]]:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from patch.compat.torch_internals import region
 from patch.layout.buckets import NUM_STREAMED
-from patch.memory import Event, Joinable
-from patch.optimizer.kernels import AdamKernel, AdamScalars
+from patch.memory.offload_device import Event, Joinable
+from patch.optimizer.kernels.spec import AdamKernel, AdamScalars
 from patch.optimizer.states.chunk import Chunk, StateChunk
 from patch.optimizer.states.host_buffers import HostedChunks
 from patch.optimizer.states.host_update import item_of
@@ -34,9 +34,6 @@ class StreamedUpdates:
     Args:
         kernel: the device's kernel.
     """
-
-    failure_rate, busy_s, waited_s, disk_wait_s = 0.0, 0.0, 0.0, 0.0
-    """No update is speculative, and no thread of the host works or waits."""
 
     def __init__(self, chunks: HostedChunks, kernel: AdamKernel) -> None:
         self._hosted, self._device, self._kernel = chunks, chunks.device, kernel

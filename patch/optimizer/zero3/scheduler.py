@@ -31,7 +31,7 @@ from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import CommHandle, WaitClock
 from patch.errors import TrainingError
 from patch.optimizer.buckets.buffer_group import FlatLayout
-from patch.optimizer.buckets.micro_batch import NO_BACKWARD, tensors_in
+from patch.optimizer.buckets.micro_batch import NO_BACKWARD, watch_gradients
 from patch.optimizer.buckets.param_buffer import ParamBuffer
 from patch.optimizer.trainable_params import UnitModule, unit_modules
 from patch.optimizer.zero3.sharded_params import Zero3FlatParams
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 
 class _FsdpUnit:
-    def __init__(self, number: int, stage: int, place_in_backward: int) -> None:
-        self.number, self.stage, self.place_in_backward = number, stage, place_in_backward
+    def __init__(self, number: int, of: UnitModule) -> None:
+        self.number, self.module, self.parameters = number, of.module, of.parameters
+        self.stage, self.place_in_backward = of.stage, of.place_in_backward
         self.buckets: list[int] = []
         self.flats: list[Zero3FlatParams] = []
         self.trained: set[torch.nn.Parameter] = set()
@@ -50,9 +51,9 @@ class _FsdpUnit:
         self.is_gathered = False
         self.has_frozen = False
         """Whether some parameters are frozen, so that gradients do not show the end of backward."""
-        self.has_submodules = False
+        self.has_submodules = of.has_submodules
         """Whether its module contains other modules with parameters."""
-        self.skips_backward = False
+        self.skips_backward = type(of.module) in (torch.nn.Embedding, VocabParallelEmbedding)
         """Whether backward needs no values, as for an embedding."""
         self.num_forwards = 0
         self.is_read_outside = False
@@ -88,23 +89,14 @@ class Zero3Scheduler:
     """The units of a rank's pipeline stages.
 
     Args:
-        frozen: the layout of sharded frozen parameters, or None.
         schedule: closes buckets to which backward brings no further gradient, and waits for updates.
     """
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        frozen: FlatLayout | None,
-        params: ParamBuffer,
-        schedule: StepSchedule,
-        clock: WaitClock,
+        self, layout: FlatLayout, params: ParamBuffer, schedule: StepSchedule, clock: WaitClock
     ) -> None:
         self._params, self._schedule, self._clock, device = params, schedule, clock, layout.held.device
-        modules = unit_modules(layout.held.stages)
-        units = [
-            _FsdpUnit(index + 1, each.stage, each.place_in_backward) for index, each in enumerate(modules)
-        ]
+        units = [_FsdpUnit(number, each) for number, each in enumerate(unit_modules(layout.held.stages), 1)]
         self._unit_of: dict[torch.Tensor, _FsdpUnit] = {}
         for flat in params.sharded_flats:
             for number in flat.units:
@@ -128,12 +120,9 @@ class Zero3Scheduler:
         if not self._units:
             return
         self._streams, self._aside = streams_of(device), stream_of(device, "gathers")
-        self._ends = _ends_of_buckets(layout, modules, units)
+        self._ends = _ends_of_buckets(layout, units)
         for unit in self._units:
-            module = modules[unit.number - 1].module
-            unit.has_submodules = modules[unit.number - 1].has_submodules
-            unit.skips_backward = type(module) in (torch.nn.Embedding, VocabParallelEmbedding)
-            self._follow(module, unit)
+            self._follow(unit)
 
     def read(self, parameter: torch.nn.Parameter | None) -> None:
         """Gather the unit of a parameter that is read by name.
@@ -302,8 +291,9 @@ class Zero3Scheduler:
             for flat in unit.flats:
                 flat.free(unit.number)
 
-    def _follow(self, module: torch.nn.Module, unit: _FsdpUnit) -> None:
+    def _follow(self, unit: _FsdpUnit) -> None:
         """Gather a unit for its module's forward, and when its output gets a gradient in backward."""
+        module = unit.module
 
         def begin(called: torch.nn.Module, *arguments: Any) -> None:
             if called is not module:  # a deep copy has the same hooks
@@ -349,21 +339,19 @@ class Zero3Scheduler:
             for unit in needed:
                 self._need(unit)
 
-        for tensor in tensors_in(output) if units and torch.is_grad_enabled() else ():
-            if tensor.grad_fn is not None:
-                tensor.register_hook(on_gradient)
-                is_awaited = current_backward() == NO_BACKWARD
-        if is_awaited and module_of is not None:
-            module_of.awaited[forward] += 1
+        if units and torch.is_grad_enabled() and watch_gradients(output, on_gradient):
+            is_awaited = current_backward() == NO_BACKWARD
+            if is_awaited and module_of is not None:
+                module_of.awaited[forward] += 1
 
 
 def _ends_of_buckets(
-    layout: FlatLayout, modules: list[UnitModule], units: list[_FsdpUnit]
+    layout: FlatLayout, units: list[_FsdpUnit]
 ) -> dict[int, list[tuple[int, list[_FsdpUnit]]]]:
     """Return for each stage the index of each bucket, and the units whose backward gives it gradients."""
     owners: dict[torch.nn.Parameter, list[_FsdpUnit]] = {}
-    for each, unit in zip(modules, units, strict=True):
-        for parameter in each.parameters:
+    for unit in units:
+        for parameter in unit.parameters:
             owners.setdefault(parameter, []).append(unit)
     found: dict[int, list[tuple[int, list[_FsdpUnit]]]] = {}
     for index, bucket_range in enumerate(layout.bucket_ranges):

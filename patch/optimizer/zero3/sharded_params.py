@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ import torch
 from patch.compat.torch_internals import region
 from patch.device import streams_of
 from patch.distributed.async_collectives import CommHandle, WaitClock, queued_on, start_all_gather
-from patch.memory import SimulatedDevice
+from patch.memory.simulated_device import SimulatedDevice
 from patch.optimizer.buckets.buffer_group import FlatLayout
 from patch.optimizer.buckets.flat_params import DetachedFlatParams
 from patch.optimizer.states.sharded_state import StateRange
@@ -63,7 +63,7 @@ class Zero3FlatParams(DetachedFlatParams):
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)
-        self._all_parameters, self._is_described = layout.held.parameters, False
+        self._is_described = False
         seen_as = self._buffer_group.gather_dtype or self._like.dtype
         nothing = self._like.new_full((), math.nan if self._like.is_floating_point() else 0)
         self._nothing = nothing.to(seen_as)
@@ -127,7 +127,7 @@ class Zero3FlatParams(DetachedFlatParams):
                     if group is not None:
                         gathers.append(start_all_gather(self._part(run, index, memory), own, group))
             if group is None:  # there is one shard
-                gathers.append(queued_on(streams_of(device).current_stream(), device))
+                gathers.append(queued_on(streams_of(device).current_stream()))
         return gathers
 
     def _sent(self, index: int, place: torch.Tensor) -> torch.Tensor:
@@ -181,9 +181,8 @@ class Zero3FlatParams(DetachedFlatParams):
         for run in self._runs.get(0, []):
             for own, place in self._own_places(run):
                 own.copy_(place)
-        for unit in self._runs:
-            if unit:
-                self.free(unit)
+        for unit in self.units:
+            self.free(unit)
 
     @property
     def units(self) -> list[int]:
@@ -219,17 +218,10 @@ class Zero3FlatParams(DetachedFlatParams):
 
     def own_parts(self) -> Iterator[StateRange]:
         """Yield views of this rank's parts of the parameters that do not stay gathered."""
-        for run in chain.from_iterable(self._runs[unit] for unit in self.units):
-            for index in run.buckets:
-                begin, end = self._buffer_group.own(self._ranges[index])
-                for param in self._ranges[index].params_within(begin, end):
-                    values = self.shard(index)[param.begin - begin : param.end - begin]
-                    yield StateRange(
-                        self._all_parameters[param.parameter],
-                        param.offset,
-                        values,
-                        self._buffer_group.replica,
-                    )
+        for index, bucket in self._ranges.items():
+            for param, place in self._buffer_group.own_params(bucket) if bucket.unit else ():
+                parameter, values = self._held.parameters[param.parameter], self.shard(index)[place]
+                yield StateRange(parameter, param.offset, values, self._buffer_group.replica)
 
     def parameters_of(self, unit: int) -> list[torch.nn.Parameter]:
         """Return the parameters of a unit."""
@@ -240,8 +232,8 @@ class Zero3FlatParams(DetachedFlatParams):
             yield self.shard(index), self._own_place(run, index, run.whole)
 
     def _own_place(self, run: _UnitBuffer, index: int, memory: torch.Tensor) -> torch.Tensor:
-        begin, end = self._buffer_group.own(self._ranges[index])
-        return memory[begin - run.begin : end - run.begin]
+        own = self._buffer_group.own(self._ranges[index])
+        return memory[own.start - run.begin : own.stop - run.begin]
 
     @torch.no_grad()
     def leave_whole(self) -> None:
@@ -249,12 +241,11 @@ class Zero3FlatParams(DetachedFlatParams):
         if self._whole is None:
             return
         self.store_whole()
-        for unit, runs in self._runs.items():
-            for run in runs if unit == 0 else ():
-                run.memory.copy_(self._whole[run.begin : run.begin + run.memory.numel()])
-                self._show(run, is_gathered=True)
-            if unit:
-                self.free(unit)
+        for run in self._runs.get(0, []):
+            run.memory.copy_(self._whole[run.begin : run.begin + run.memory.numel()])
+            self._show(run, is_gathered=True)
+        for unit in self.units:
+            self.free(unit)
         self._whole = None
 
     def _part(self, run: _UnitBuffer, index: int, memory: torch.Tensor) -> torch.Tensor:

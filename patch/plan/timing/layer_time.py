@@ -17,7 +17,7 @@ from patch.families.adapters import adapters_of
 from patch.features.backends import can_overlap_tp_comm
 from patch.plan.activations import boundary_bytes, dispatch_of, kept_bytes
 from patch.plan.flops import mean_pairs
-from patch.plan.parameters import element_bytes, fuses_gradients, trained_share
+from patch.plan.parameters import element_bytes, trained_share
 from patch.plan.timing import communication as links
 from patch.plan.timing.machine import Machine
 
@@ -139,7 +139,7 @@ class _Products:
         self.size = size = element_bytes(self.precision)
         # Weight gradients are added to the main gradients; without fusion they are also written and read.
         main = element_bytes(config.optimizer.main_grads_dtype)
-        added = 2 * main + (0 if fuses_gradients(config, cuda=machine.is_gpu) else 2 * size)
+        added = 2 * main + (0 if config.optimizer.fuses_gradients(cuda=machine.is_gpu) else 2 * size)
         rows, tp_size = layer_matrices(config.model), config.parallel.tensor_model_parallel_size
         self.sides = sides = [(1, tokens * row.active, *row.shard_shape(tp_size)) for row in rows]
         for index, row in enumerate(rows):

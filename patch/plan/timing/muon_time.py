@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 from patch.config import RunConfig
 from patch.families.weights import WeightRow
-from patch.plan.parameters import muon_rows
+from patch.plan.parameters import whole_matrices
 from patch.plan.timing import communication as links
 from patch.plan.timing.machine import Machine
+from patch.text import scaled
 
 _FP32 = 4
 
@@ -28,8 +29,10 @@ def orthogonalization_flops(config: RunConfig) -> float:
     return config.optimizer.muon_num_ns_steps * flops
 
 
-def muon_seconds(config: RunConfig, machine: Machine) -> tuple[float, float]:
-    """Return the seconds of Newton-Schulz iterations in bf16, and those of messages, in a step."""
+def muon_parts(config: RunConfig, machine: Machine) -> Iterator[tuple[str, float, str]]:
+    """Yield name, seconds and formula of Newton-Schulz iterations in bf16, and of messages, in a step."""
+    if not (flops := orthogonalization_flops(config)):
+        return
     rate = machine.peak_flops("bf16") * machine.gemm_share("bf16") * machine.sustained
     sent = 0.0
     for row, number, owners in _matrices(config):
@@ -37,7 +40,10 @@ def muon_seconds(config: RunConfig, machine: Machine) -> tuple[float, float]:
         elements = row.num_elements / row.num_experts
         sent += number * links.ring(machine, owners, _FP32).twice.seconds(elements / tp.size)
         sent += number / owners.size * links.ring(machine, tp, _FP32).seconds(elements)
-    return orthogonalization_flops(config) / rate, sent
+    steps = config.optimizer.muon_num_ns_steps
+    text = f"{scaled(flops)}FLOP a rank: {steps} x (4 n n m + 2 n n n) of its share of matrices [n, m]"
+    yield "Newton-Schulz of Muon", flops / rate, text
+    yield "whole matrices for Muon", sent, ""
 
 
 def _matrices(config: RunConfig) -> Iterator[tuple[WeightRow, float, links.Group]]:
@@ -45,7 +51,7 @@ def _matrices(config: RunConfig) -> Iterator[tuple[WeightRow, float, links.Group
     parallel, layers = config.parallel, config.stage_layers
     pp_size, instances = parallel.pipeline_model_parallel_size, parallel.num_distributed_optimizer_instances
     share = max(sum(layers[rank::pp_size]) for rank in range(pp_size)) / sum(layers)
-    for row in muon_rows(config):
+    for row in whole_matrices(config):
         is_expert = row.part == "expert"
         axes = ("dp",) if is_expert else ("dp", "cp")
         owners = links.group_of(config, *axes, instances=instances, of_experts=is_expert)

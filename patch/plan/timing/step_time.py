@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
+from patch.features.optimizers import moment_bytes
 from patch.layout.buckets import smallest_bucket
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan import parameters
@@ -24,13 +25,13 @@ from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, state_bytes, usable_device_memory, weights_on_host
-from patch.plan.parameters import Unit, element_bytes, fuses_gradients, parameters_of
+from patch.plan.parameters import Unit, element_bytes, parameters_of
 from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing import communication as links
 from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
-from patch.plan.timing.muon_time import muon_seconds, orthogonalization_flops
-from patch.text import scaled, timed
+from patch.plan.timing.muon_time import muon_parts
+from patch.text import timed
 
 _LOGIT_BYTES = {True: 6, False: 20}
 """Bytes per logit. On a GPU, Triton kernels read it twice and write it once, in 16 bits, outside of products.
@@ -96,7 +97,7 @@ class StepCosts:
 
 def _update_bytes(config: RunConfig) -> float:
     """Bytes that the update of a parameter reads and writes, moments in their dtypes."""
-    return PRECISIONS[config.training.precision].update_bytes + 2 * config.optimizer.moment_bytes
+    return PRECISIONS[config.training.precision].update_bytes + 2 * moment_bytes(config.optimizer)
 
 
 def _stage(config: RunConfig, layers: list[LayerTimes]) -> tuple[float, float]:
@@ -135,7 +136,7 @@ def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
     if not parameters.trained_share(config, EMBEDDING_PARAMETER):
         return forward, 0.0
     traffic, weight = 2.0 * boundary, rows * config.model.hidden_size
-    if fuses_gradients(config, cuda=machine.is_gpu):
+    if config.optimizer.fuses_gradients(cuda=machine.is_gpu):
         zeroed = config.reductions_per_step / config.num_micro_batches
         traffic += 2 * boundary * main / size + weight * main * zeroed
     else:
@@ -248,12 +249,8 @@ def _after_last_backward(costs: StepCosts) -> Iterator[StepPart]:
     update = own * costs.update * (1 - fraction)
     text = f"{own / 1e6:.0f} M states a rank: norm {timed(own * read + latency)}, Adam {timed(update)}"
     yield StepPart("norm and update", own * read + update + latency, text)
-    if (flops := orthogonalization_flops(config)) > 0:
-        computing, sent = muon_seconds(config, machine)
-        steps = config.optimizer.muon_num_ns_steps
-        text = f"{scaled(flops)}FLOP a rank: {steps} x (4 n n m + 2 n n n) of its share of matrices [n, m]"
-        yield StepPart("Newton-Schulz of Muon", computing, text)
-        yield StepPart("whole matrices for Muon", sent)
+    for part in muon_parts(config, machine):
+        yield StepPart(*part)
     if fraction:
         yield StepPart("states on the host, exposed", _host_update(costs, own * fraction))
 

@@ -5,14 +5,10 @@ import threading
 import pytest
 import torch
 
-from patch.memory import (
-    Copies,
-    Event,
-    SimulatedDevice,
-    SimulatedOutOfMemory,
-    StagedCopier,
-    staged_copy,
-)
+from patch.memory import staged_copy
+from patch.memory.offload_device import Copies, Event
+from patch.memory.simulated_device import SimulatedDevice, SimulatedOutOfMemory
+from patch.memory.staged_copy import StagedCopier
 
 
 def squares(weight: torch.Tensor, times: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch
 from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, FakeDevice, Order
 from fake_offload import FakeOffloadDevice
 
-from patch.memory import SavedTensors, SimulatedDevice
-from patch.memory.saved_tensors import HostBlocks
+from patch.memory.saved_tensors import HostBlocks, SavedTensors
+from patch.memory.simulated_device import SimulatedDevice
 
 CPU = torch.device("cpu")
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1)

@@ -13,8 +13,8 @@ from training_runs import SeededReader, bits_of_steps, build_seeded_run, saved_f
 
 from patch.config.schema import RunConfig
 from patch.distributed.context_group import Zigzag
-from patch.memory import SimulatedDevice
 from patch.memory.offload_device import Copies, Event
+from patch.memory.simulated_device import SimulatedDevice
 from patch.plan.activations import activation_bytes, activation_peak
 from patch.training.evaluation import evaluate
 from patch.training.setup import Run

@@ -11,7 +11,9 @@ import torch
 from optimizer_runs import on_host
 
 from patch.config.schema import OptimizerConfig
-from patch.memory import HOST, Copies, Event, SimulatedDevice, SimulatedOutOfMemory, StagedCopier
+from patch.memory.offload_device import HOST, Copies, Event
+from patch.memory.simulated_device import SimulatedDevice, SimulatedOutOfMemory
+from patch.memory.staged_copy import StagedCopier
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.states.chunk import (
     BucketShard,
@@ -47,7 +49,7 @@ def filled(numels: list[int], size: int, device: SimulatedDevice | None = None) 
     device = device or SimulatedDevice(GENEROUS)
     manager = ChunkManager(size, device, StagedCopier(device))
     for shard, numel in enumerate(numels):
-        manager.register(shard, ShardRange(0, numel, shard % 2, needs_extra_reduction=False))
+        manager.register(shard, ShardRange(0, numel, shard % 2, needs_extra_reduction=False), DTYPES)
     manager.finish_registration()
     return manager
 
@@ -67,8 +69,8 @@ def test_registration_is_next_fit_and_cuts_what_is_longer_than_a_chunk(seed: int
 def test_ranges_that_need_an_extra_reduction_have_chunks_of_their_own_behind_the_others() -> None:
     manager = ChunkManager(10, SimulatedDevice(GENEROUS))
     for shard in range(4):
-        manager.register(shard, ShardRange(0, 8, group=0, needs_extra_reduction=False))
-        manager.register(shard, ShardRange(8, 10, group=1, needs_extra_reduction=True))
+        manager.register(shard, ShardRange(0, 8, group=0, needs_extra_reduction=False), DTYPES)
+        manager.register(shard, ShardRange(8, 10, group=1, needs_extra_reduction=True), DTYPES)
     manager.finish_registration()
     assert [chunk.needs_extra_reduction for chunk in manager.chunks] == [False] * 4 + [True]
     assert [range_.shard for range_ in manager.chunks[-1].ranges] == [0, 1, 2, 3]
@@ -114,7 +116,7 @@ def test_states_on_the_device_have_no_copy_on_the_host() -> None:
     manager = filled([1000], 100, device)
     for chunk in manager.chunks[:4]:
         chunk.is_on_host = True
-    manager.allocate(lambda *_: DTYPES)
+    manager.allocate()
     for _ in range(2):  # a move to where a chunk lies, in the original a KeyError, changes nothing
         assert manager.total_bytes(on_host=True) == 4 * 100 * 10
         assert manager.total_bytes(on_host=False) == 6 * 100 * 10 == device.allocated_bytes
@@ -142,7 +144,7 @@ def test_states_reach_the_device_while_the_host_goes_on() -> None:
     manager = filled([100], 100, device)
     (chunk,) = manager.chunks
     chunk.is_on_host = True
-    manager.allocate(lambda *_: DTYPES)
+    manager.allocate()
     chunk.states["exp_avg_sq"].data.copy_(torch.arange(100.0))
     manager.move(chunk, to_host=False)
     assert not chunk.is_on_host and not chunk.states["exp_avg_sq"].data.any()
@@ -160,7 +162,7 @@ def test_a_device_that_is_full_says_so_and_the_chunk_stays() -> None:
     device = SimulatedDevice(100 * 10 + 500)  # room for one of three states
     manager = filled([200], 100, device)
     manager.chunks[1].is_on_host = True
-    manager.allocate(lambda *_: DTYPES)
+    manager.allocate()
     with pytest.raises(SimulatedOutOfMemory, match="--simulated-device-memory"):
         manager.move(manager.chunks[1], to_host=False)
     assert manager.chunks[1].is_on_host

@@ -22,8 +22,9 @@ from patch.checkpoint.save import start_save
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.errors import ConfigError, TrainingError
-from patch.memory import HOST, DiskMemory, write_values
-from patch.memory import on_host as values_of
+from patch.memory.disk import DiskMemory, write_values
+from patch.memory.disk import on_host as values_of
+from patch.memory.offload_device import HOST
 from patch.plan.memory import disk_bytes, host_bytes
 from patch.plan.parameters import parameters_of
 from patch.preflight.validate import check_offload_room, offload_folder_is_on_a_disk

@@ -16,7 +16,7 @@ from fake_offload import FakeOffloadDevice, HostKernel, on
 
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import CommHandle
-from patch.memory import UNLIMITED
+from patch.memory.simulated_device import UNLIMITED
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.states import host_buffers, host_update
 from patch.optimizer.states.chunk import BucketShard, ShardRange
@@ -236,8 +236,8 @@ class TimedDevice(FakeOffloadDevice):
         event.milliseconds = self._ms
         return event
 
-    def _copy(self, copies: Sequence, stream: Any) -> Any:
-        event = super()._copy(copies, stream)
+    def _copy(self, copies: Sequence, stream: Any, after: Any) -> Any:
+        event = super()._copy(copies, stream, after)
         self._ms += self._ms_per_byte * sum(source.nbytes for source, _ in copies)
         event.milliseconds = self._ms
         return event

@@ -36,7 +36,8 @@ from training_runs import build_seeded_run
 
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
-from patch.memory import UNLIMITED, DiskMemory, SimulatedDevice
+from patch.memory.disk import DiskMemory
+from patch.memory.simulated_device import UNLIMITED, SimulatedDevice
 from patch.optimizer.states.offload import Offload
 from patch.plan.memory import kept_weight_bytes, staging_bytes
 from patch.training.step import train_step

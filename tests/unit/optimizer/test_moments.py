@@ -19,7 +19,7 @@ from patch.checkpoint import load_checkpoint, save_checkpoint
 from patch.checkpoint.folder import iteration_folder
 from patch.config.choices import ZeroStage
 from patch.errors import ConfigError
-from patch.memory import UNLIMITED, SimulatedDevice
+from patch.memory.simulated_device import UNLIMITED, SimulatedDevice
 from patch.model import sharded_weights
 from patch.optimizer import OptimizerConfig, OverlappedDistributedOptimizer
 from patch.optimizer.states.offload import Offload

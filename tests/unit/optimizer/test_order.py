@@ -30,7 +30,7 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.device import stream_of
 from patch.layout.buckets import NUM_STAGING, NUM_STREAMED
-from patch.memory import UNLIMITED
+from patch.memory.simulated_device import UNLIMITED
 from patch.model.linear import PLAIN
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.param_groups import ParamGroup

@@ -11,7 +11,7 @@ from small_runs import ON_HOST, small_run
 from training_runs import build_seeded_run, digests, messages_from
 
 from patch.distributed.collectives import is_on_all_ranks
-from patch.memory import SimulatedDevice
+from patch.memory.simulated_device import SimulatedDevice
 from patch.optimizer.buckets.bucket import Bucket
 from patch.training.evaluation import evaluate
 from patch.training.guards.error_translation import LostRankError

@@ -20,7 +20,7 @@ from patch.config.schema import RunConfig
 from patch.convert import export_hf
 from patch.distributed.groups import initialize
 from patch.errors import TrainingError
-from patch.memory import SimulatedDevice
+from patch.memory.simulated_device import SimulatedDevice
 from patch.optimizer.zero3.sharded_params import Zero3FlatParams
 from patch.plan.memory import bytes_per_rank, gathered_unit_bytes
 from patch.training.objectives.objective import Objective

@@ -11,9 +11,9 @@ import pytest
 import torch
 from adam_cases import BLOCKS, FORMS, MOMENTS, RULES, SIZES, assert_equal, bits_after, make_items, scalars
 
-from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.kernels.cpp_adam import INSTRUCTION_SETS, CppAdam, load, num_threads
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.kernels.spec import AdamScalars, AdamStates, UpdateItem
 
 GRADIENTS = (torch.float32, torch.bfloat16)
 

@@ -11,8 +11,8 @@ import torch
 from adam_cases import BLOCKS, FORMS, MOMENTS, RULE_NAMES, RULES, SIZES, assert_equal, bits_after, make_items
 from triton_interpreter import interpreted, output_of_compiler
 
-from patch.optimizer.kernels import AdamScalars
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.kernels.spec import AdamScalars
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
