@@ -75,6 +75,8 @@ FlashVersion = Literal["FA2", "FA3", "FA4"]
 _HOPPER = 9
 _LARGEST_HEAD = 256
 """Channels of a head that flash-attn 2 supports."""
+_LARGEST_NORM = 8192
+"""Channels of a row that the registers of a program of the Triton norm hold."""
 _FLASH_PACKAGES: dict[FlashVersion, tuple[str, int]] = {
     "FA3": ("flash_attn_3", _HOPPER),
     "FA4": ("flash_attn_4", 10),
@@ -113,6 +115,8 @@ class Backends:
     """FlashAttention of SDPA, varlen_attn and ring attention."""
     is_fused: bool
     """Whether RoPE, activations and loss use the kernels of `patch/model/kernels`, not torch operations."""
+    is_norm_fused: bool
+    """Whether the norms in front of attention and MLP are Triton's; backward adds the residual's gradient."""
     is_grouped: bool
     """Whether a layer's experts use torch's grouped matmul, not one matmul per expert."""
     choices: tuple[KernelChoice, ...]
@@ -139,7 +143,9 @@ def choose_backends(
     order = tuple(kernel for kernel in attention_order(config, machine) if kernel not in faulty)
     is_fused = is_cuda and not is_aligned and "triton" in machine.libraries
     is_grouped = not is_aligned and _groups_products(config, machine)
-    backends = Backends(impl, order, flash_version(model, machine), is_fused, is_grouped, ())
+    is_norm_fused = is_fused and impl == "local" and _fuses_norms(config)
+    version = flash_version(model, machine)
+    backends = Backends(impl, order, version, is_fused, is_norm_fused, is_grouped, ())
     choices = _kernel_table(backends, config, machine)
     return dataclasses.replace(backends, choices=tuple(choices))
 
@@ -181,6 +187,13 @@ def flash_version(model: ModelConfig, machine: MachineFacts) -> FlashVersion:
 def _may_replace_flash(model: ModelConfig, machine: MachineFacts) -> bool:
     is_asked = model.attention_backend in ("auto", "flash", "fused")
     return bool(machine.cuda_devices) and model.precision_align is None and is_asked
+
+
+def _fuses_norms(config: RunConfig) -> bool:
+    """A norm that is recomputed alone (AC=sel) cannot add the gradient of the residual."""
+    traits, is_kept = traits_of(config.model), config.training.recompute_granularity != "selective"
+    is_before = traits.normalization == "RMSNorm" and traits.norm_placement != "behind"
+    return is_before and is_kept and config.model.hidden_size <= _LARGEST_NORM
 
 
 def _groups_products(config: RunConfig, machine: MachineFacts) -> bool:
@@ -226,7 +239,8 @@ def _kernel_table(backends: Backends, config: RunConfig, machine: MachineFacts) 
         yield _packed_rows(backends, config)
     traits = traits_of(model)
     norm = "rms_norm" if traits.normalization == "RMSNorm" else "layer_norm"
-    yield KernelChoice("norm", "Transformer Engine" if is_engine else f"torch's {norm}")
+    own = "Triton before attention and MLP, else " if backends.is_norm_fused else ""
+    yield KernelChoice("norm", "Transformer Engine" if is_engine else f"{own}torch's {norm}")
     missing = "Triton is not installed" if is_cuda and not backends.is_fused else ""
     activations = {(True, "silu"): "SwiGLU", (False, "gelu_pytorch_tanh"): "bias and GELU"}
     fused = activations.get((traits.gated_linear_unit, traits.activation))

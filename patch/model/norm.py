@@ -21,6 +21,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from patch.amax import note_amax
+
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension, computed in float32 inside the kernel.
@@ -42,6 +44,38 @@ class RMSNorm(torch.nn.Module):
             wide = F.rms_norm(hidden_sbh.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps)
             return wide.to(hidden_sbh.dtype)
         return F.rms_norm(hidden_sbh, self.weight.shape, self.weight, self.eps)
+
+
+class FusedRMSNorm(RMSNorm):
+    """RMSNorm in front of attention or MLP on CUDA. Backward adds the gradient of the residual in its kernel.
+
+    megatron-core passes the same hidden states to the norm and, as the residual, to `ResidualAdd`. The norm
+    attaches `through_norm` to them: the same values, whose gradient goes through the norm's backward.
+    """
+
+    notes_amax = False
+    """Whether the amax of the result is noted, for casts to fewer bytes."""
+
+    def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
+        """See RMSNorm."""
+        # Only CUDA builds of torch have Triton.
+        from patch.model.kernels.fused_norm import NormAndResidual
+
+        amax = hidden_sbh.new_zeros((), dtype=torch.float32) if self.notes_amax else None
+        normed, through = NormAndResidual.apply(
+            hidden_sbh, self.weight, self.eps, self._is_zero_centered, amax
+        )
+        if amax is not None:
+            note_amax(normed, amax)
+        if torch.is_grad_enabled():
+            hidden_sbh.through_norm = through  # type: ignore[attr-defined]
+        return normed
+
+
+class AmaxRMSNorm(FusedRMSNorm):
+    """FusedRMSNorm in front of products that cast their inputs: it notes the amax of its result."""
+
+    notes_amax = True
 
 
 class HeadRMSNorm(RMSNorm):
@@ -134,4 +168,5 @@ class ResidualAdd(torch.nn.Module):
         output = output if bias is None else output + bias
         if hasattr(self, "norm"):
             output = self.norm(output)
+        residual = residual.__dict__.pop("through_norm", residual)
         return residual + (output if self._multiplier == 1.0 else output * self._multiplier)

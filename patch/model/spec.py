@@ -61,7 +61,15 @@ from patch.model.hf_numerics.layers import (
 )
 from patch.model.linear import PLAIN, Column, Row
 from patch.model.mlp import Activation, LayerPart, RecomputableMLP, activation_called, activation_of
-from patch.model.norm import AllHeadsRMSNorm, HeadRMSNorm, LayerNorm, ResidualAdd, RMSNorm
+from patch.model.norm import (
+    AllHeadsRMSNorm,
+    AmaxRMSNorm,
+    FusedRMSNorm,
+    HeadRMSNorm,
+    LayerNorm,
+    ResidualAdd,
+    RMSNorm,
+)
 from patch.model.products import Products
 
 NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]]] = {
@@ -128,7 +136,7 @@ class LayerSpecBuilder:
         has_bias = self.model.add_mlp_bias and not has_experts
         fc1 = self._linear(Column, number, gate_up, has_bias=has_bias)
         fc2 = self._linear(Row, number, has_bias=has_bias)
-        bda, before = self._bda(), self.norm if self.traits.norm_placement != "behind" else IdentityOp
+        bda, before = self._bda(), self._norm_before(number)
         mlp, keys = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2), dict(_NORM_KEYS)
         if has_experts:
             del keys["pre_mlp_layernorm."]
@@ -147,11 +155,17 @@ class LayerSpecBuilder:
             ),
         )
 
+    def _norm_before(self, number: int) -> type[torch.nn.Module]:
+        """Return the norm in front of attention and MLP of layer `number` (from 1)."""
+        if self.backends.is_norm_fused:
+            return AmaxRMSNorm if self.products.has_casts(number) else FusedRMSNorm
+        return self.norm if self.traits.norm_placement != "behind" else IdentityOp
+
     def _bda(self) -> Any:
         """Return the residual sum, with the norms that are behind attention and MLP."""
         multiplier = self.model.residual_multiplier
         norm = self.norm if self.traits.norm_placement != "before" else None
-        if norm is None and multiplier == 1.0:
+        if norm is None and multiplier == 1.0 and not self.backends.is_norm_fused:
             return get_bias_dropout_add
         params = {"config": self.upstream, "norm": norm, "multiplier": multiplier}
         return ModuleSpec(module=ResidualAdd, params=params)

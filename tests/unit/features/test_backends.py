@@ -94,7 +94,8 @@ def test_flash_attention_3_and_kernels_of_triton_are_taken_where_they_are(comman
         ),
         (BLACKWELL_4, [], ["attention FlashAttention-4, else cuDNN;"]),
         (FA3, ["--deterministic-mode"], ["FlashAttention-3, else", "(cuDNN is not deterministic)"]),
-        (GPUS, [], ["norm torch's rms_norm; RoPE one Triton kernel; SwiGLU one Triton kernel"]),
+        (GPUS, [], ["norm Triton before attention and MLP, else torch's rms_norm; RoPE one Triton kernel"]),
+        (GPUS, ["--recompute-granularity=selective"], ["norm torch's rms_norm;", "SwiGLU one Triton kernel"]),
         (GPUS, [], ["products torch (Transformer Engine is not installed)", "optimizer Triton"]),
         (GPUS, ["--precision-align=eager"], ["transformers' operations (--precision-align)"]),
         (
