@@ -20,7 +20,6 @@ from typing import Self
 
 from patch.config.choices import (
     PRECISIONS,
-    ROW_KINDS,
     ContextCommunication,
     Fp8Format,
     Fp8Scaling,
@@ -33,6 +32,7 @@ from patch.config.choices import (
     RowKind,
     Sharding,
     ZeroStage,
+    objective_traits,
 )
 from patch.config.data_schema import CheckpointConfig, DataConfig
 from patch.config.experts import ExpertsConfig
@@ -317,7 +317,7 @@ class RunConfig:
     @property
     def row_kind(self) -> RowKind:
         """Kind of rows that the objective reads."""
-        return ROW_KINDS.get(self.training.objective, "conversation")
+        return objective_traits(self.training.objective).row_kind
 
     @property
     def etp_size(self) -> int:
