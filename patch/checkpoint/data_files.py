@@ -12,8 +12,8 @@ import heapq
 import io
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.utils.serialization import config as serialization_config
 
 from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.stored import Piece
@@ -42,9 +43,6 @@ NUM_FILES = 2
 """Files per rank, written at the same time."""
 
 Value = torch.Tensor | io.BytesIO
-
-_crc32_lock = threading.Lock()
-_crc32_users = 0
 
 
 class WrittenFiles(NamedTuple):
@@ -118,24 +116,6 @@ def write_data(
     return WrittenFiles(places, contents)
 
 
-@contextmanager
-def _no_zip_checksums() -> Iterator[None]:
-    """Make torch.save skip CRC-32, which takes as long as writing and is never checked by torch.load.
-    It is a process-wide setting: it is off while any thread is in this context.
-    """
-    global _crc32_users
-    with _crc32_lock:
-        _crc32_users += 1
-        torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        with _crc32_lock:
-            _crc32_users -= 1
-            if not _crc32_users:
-                torch.serialization.set_crc32_options(True)
-
-
 def write_record(stream: SummedFile, value: Any) -> tuple[int, int]:
     """Append a record, and return its offset and length in bytes.
 
@@ -146,7 +126,8 @@ def write_record(stream: SummedFile, value: Any) -> tuple[int, int]:
     """
     begin = stream.tell()
     try:
-        with _no_zip_checksums():
+        # Without CRC-32, which takes as long as writing and is never checked by torch.load.
+        with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             torch.save(
                 _with_own_storage(value) if isinstance(value, torch.Tensor) else value,
                 cast(IO[bytes], stream),

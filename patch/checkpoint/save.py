@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,16 +105,6 @@ def start_save(
     return Save(target, iteration, planner, host_copies)
 
 
-class Writing(NamedTuple):
-    """The progress of a rank's save; any change is progress."""
-
-    iteration: int
-    is_publishing: bool
-    """Whether only the last files of rank 0 are missing."""
-    num_bytes: int
-    """Bytes in this rank's data files so far."""
-
-
 class Save:
     """A checkpoint that is being written. All ranks call its collective methods at the same points."""
 
@@ -156,11 +146,14 @@ class Save:
         thread = self._thread
         return thread is not None and thread.is_alive()
 
-    def progress(self) -> Writing | None:
-        """Return this rank's progress, or None if it writes nothing. Not a collective; for any thread."""
+    def progress(self) -> object:
+        """Return a value that changes with any progress of this rank; None if it writes nothing.
+
+        Not a collective; any thread may call this.
+        """
         if not self.is_busy:
             return None
-        return Writing(self.iteration, self._is_publishing, sum(file.tell() for file in self._files))
+        return self.iteration, self._is_publishing, sum(file.tell() for file in self._files)
 
     def wait_for_copies(self) -> None:
         """Wait until the state may be changed, or the copies have failed; not a collective."""

@@ -30,7 +30,7 @@ from patch.checkpoint import (
     weights_folder,
 )
 from patch.checkpoint.folder import NoWholeCheckpointError
-from patch.checkpoint.sharded_tensors import SAME_MOMENTS, SAME_PRECISION, Fix, shards_of
+from patch.checkpoint.sharded_tensors import shards_of
 from patch.config.schema import RANK_AXES, RunConfig
 from patch.distributed.collectives import all_gather_object, all_or_none, from_rank_0
 from patch.distributed.groups import seed_generators
@@ -45,20 +45,6 @@ from patch.storage.places import AnyPath
 
 _logger = get_logger(__name__)
 
-_SAME_TYING = Fix(
-    "one of them ties the output layer to the embedding: change untie_embeddings_and_output_weights, or take "
-    "the model shape that the checkpoint was trained with",
-    "untie_embeddings_and_output_weights",
-)
-# A tied model has no output layer; the kind of master weights depends on the dtype of the weights.
-FIXES = {
-    "output_layer.weight": _SAME_TYING,
-    "optimizer.state.master.": SAME_PRECISION,
-    "optimizer.state.master_low.": SAME_PRECISION,
-    "optimizer.state.exp_avg_scale.": SAME_MOMENTS,
-    "optimizer.state.exp_avg_sq_scale.": SAME_MOMENTS,
-}
-"""Prefix of a tensor's name -> the cure if only the run or only the checkpoint has the tensor."""
 _VERSIONS = {
     "llama-megatron-patch": __version__,
     "megatron-core": megatron.core.__version__,
@@ -89,7 +75,8 @@ def find_progress(root: AnyPath) -> Progress | None:
     iteration = latest_iteration(root)
     if iteration is None:
         return None
-    return from_rank_0(lambda: Progress(iteration, _value(root, iteration, "consumed_samples")))
+    common = from_rank_0(lambda: read_common(root, iteration))
+    return Progress(iteration, _value(root, iteration, common, "consumed_samples"))
 
 
 def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
@@ -131,15 +118,14 @@ def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
     return place, progress
 
 
-def _value(root: AnyPath, iteration: int, name: str) -> Any:
-    try:
-        return read_common(root, iteration)[name]
-    except KeyError as error:
+def _value(root: AnyPath, iteration: int, common: dict[str, Any], name: str) -> Any:
+    if name not in common:
         raise CheckpointError(
             f"checkpoint {iteration} in {root} has no {name}: it was saved by another version of this "
             "program; start a new run from its weights (that folder as position 22)",
             field="output_path",
-        ) from error
+        )
+    return common[name]
 
 
 def state_to_save(
@@ -158,10 +144,7 @@ def state_to_save(
     if stages[0].is_adapted:
         common[_BASE] = base_checksum(stages, optimizer)
     with optimizer.meta_weights():
-        if weights_only:
-            state: dict[str, Any] = {"model": optimizer.sharded_weights(_stored_weights(stages))}
-        else:
-            state = _sharded_state(stages, optimizer, is_loading=False)
+        state = _sharded_state(stages, optimizer, weights_only=weights_only)
         for entry in nested_values(extract_sharded_tensors_and_factories(state["model"])[0]):
             entry.data = entry.data.detach()  # stays valid if the parameter's data is replaced
     if weights_only:
@@ -189,22 +172,29 @@ def resume(
         CheckpointError: the checkpoint has only weights and steps may be left to train, or its adapters
             belong to another base.
     """
-    common = from_rank_0(lambda: read_common(root, progress.iteration))
+    iteration, folder = progress.iteration, root / iteration_name(progress.iteration)
+    common = from_rank_0(lambda: read_common(root, iteration))
     if stages[0].is_adapted:
-        base = base_checksum(stages, optimizer)
-        _check_base(root / iteration_name(progress.iteration), common.get(_BASE), base)
-    if common.get(_WEIGHTS_ONLY):
-        _load_finished(root, progress.iteration, stages, optimizer, train_iters)
-        return
-    then = from_rank_0(lambda: _value(root, progress.iteration, "layout"))
-    now = _layout(stages)
+        _check_base(folder, common.get(_BASE), base_checksum(stages, optimizer))
+    weights_only = bool(common.get(_WEIGHTS_ONLY))
+    if weights_only and (train_iters is None or iteration < train_iters):
+        raise CheckpointError(
+            f"{folder} is the end of a run with --save-weights-only-at-end: it has no optimizer states to "
+            "train on with; start another folder from it (position 22), or remove it to resume from an older "
+            "checkpoint",
+            field="train_iters",
+        )
+    then, now = {} if weights_only else _value(root, iteration, common, "layout"), _layout(stages)
     with optimizer.meta_weights():
-        state = _sharded_state(stages, optimizer, is_loading=True)
+        state = _sharded_state(stages, optimizer, is_loading=True, weights_only=weights_only)
         if then == now:
             state["random"] = _sharded_generators()
-        loaded = load_checkpoint(root, progress.iteration, state, FIXES)
+        loaded = load_checkpoint(root, iteration, state)
         with all_or_none():
             restore_scales(stages, loaded.get("model", {}))  # a rank may have no adapters
+    if weights_only:
+        optimizer.reload_model_params()
+        return
     optimizer.load_common_state_dict(loaded)
     if then == now:
         set_random_state({name: shard.data for name, shard in state["random"].items()})
@@ -229,26 +219,6 @@ def _check_base(folder: AnyPath, then: str | None, now: str) -> None:
         )
 
 
-def _load_finished(
-    root: AnyPath,
-    iteration: int,
-    stages: list[LlamaModel],
-    optimizer: OverlappedDistributedOptimizer,
-    train_iters: int | None,
-) -> None:
-    if train_iters is None or iteration < train_iters:
-        raise CheckpointError(
-            f"{root / iteration_name(iteration)} is the end of a run with --save-weights-only-at-end: it has "
-            "no optimizer states to train on with; start another folder from it (position 22), or remove it "
-            "to resume from an older checkpoint",
-            field="train_iters",
-        )
-    with optimizer.meta_weights():
-        weights = optimizer.sharded_weights(_stored_weights(stages))
-        load_checkpoint(root, iteration, {"model": weights}, FIXES)
-    optimizer.reload_model_params()
-
-
 def load_weights(
     load: AnyPath,
     stages: list[LlamaModel],
@@ -266,18 +236,8 @@ def load_weights(
     """
     weights = sharded_weights(stages, adapters=adapters)
     state = {"model": weights if optimizer is None else optimizer.sharded_weights(weights)}
-    load_only_weights(
-        weights_folder(load),
-        state,
-        prefixes=WEIGHT_PREFIXES,
-        vocab_size=config.model.vocab_size,
-        fixes=FIXES,
-    )
-
-
-def _stored_weights(stages: list[LlamaModel]) -> dict[str, Any]:
-    """Return the weights that a checkpoint stores: the adapters if there are any, otherwise all."""
-    return sharded_weights(stages, adapters=stages[0].is_adapted or None)
+    vocab_size = config.model.vocab_size
+    load_only_weights(weights_folder(load), state, prefixes=WEIGHT_PREFIXES, vocab_size=vocab_size)
 
 
 def base_checksum(stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> str:
@@ -319,11 +279,17 @@ def _sum_of(shard: ShardedTensor) -> int:
 
 
 def _sharded_state(
-    stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer, *, is_loading: bool
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    *,
+    is_loading: bool = False,
+    weights_only: bool,
 ) -> dict[str, Any]:
-    weights = _stored_weights(stages)
-    states = optimizer.sharded_state_dict(weights, is_loading=is_loading)
-    return {"model": optimizer.sharded_weights(weights), "optimizer": states}
+    """Return the sections of weights, of the adapters if there are any, and of optimizer states."""
+    weights, state = sharded_weights(stages, adapters=stages[0].is_adapted or None), dict[str, Any]()
+    if not weights_only:
+        state["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=is_loading)
+    return {"model": optimizer.sharded_weights(weights), **state}
 
 
 def _sharded_generators() -> dict[str, ShardedTensor]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import Save, Writing, start_save
+from patch.checkpoint.save import Save, start_save
 from patch.checkpoint.sharded_tensors import bytes_to_write, shards_of
 from patch.config import to_yaml
 from patch.convert.live_adapters import export_adapter
@@ -53,7 +53,7 @@ class CheckpointSaver:
         """Whether this rank is writing in the background; not a collective."""
         return self._pending is not None and self._pending.is_busy
 
-    def progress(self) -> Writing | None:
+    def progress(self) -> object:
         """Return this rank's progress in writing a checkpoint, see `Save.progress`."""
         return None if self._newest is None else self._newest.progress()
 
