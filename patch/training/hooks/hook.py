@@ -189,19 +189,16 @@ class StepProfile(TrainerHook):
         """Stop after the last step to record, start before the first one."""
         if iteration == self._steps[-1]:
             self._settle()
-            self._finish()
+            self.close()
         self._start_before(iteration + 1)
-
-    def close(self) -> None:
-        """Write the trace recorded so far."""
-        self._finish()
 
     def _start_before(self, iteration: int) -> None:
         if self._profiler is None and iteration in self._steps:
             self._profiler = step_profiler(is_cuda=self._is_cuda)
             self._profiler.start()
 
-    def _finish(self) -> None:
+    def close(self) -> None:
+        """Write the trace recorded so far."""
         if self._profiler is None:
             return
         self._profiler.stop()

@@ -35,7 +35,7 @@ from patch.training.setup import Run
 from patch.training.step import StepResult
 
 _GIB = 2**30
-_MOST_BYTES = 4 * _GIB
+MOST_BYTES = 4 * _GIB
 """The largest metrics.jsonl that is read: ten million steps."""
 _LOSS_TITLE = "loss (mean over learned tokens, or over pairs)"
 _OF_EXPERTS = {
@@ -222,7 +222,7 @@ def read_metrics(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records = []
-    for line in read_small(path, _MOST_BYTES).splitlines():
+    for line in read_small(path, MOST_BYTES).splitlines():
         with suppress(ValueError):
             record = parse_json(line)
             if _is_record(record):
@@ -247,13 +247,10 @@ class LossPlot(TrainerHook):
 
     def on_save(self, iteration: int) -> None:
         """Draw the losses up to the checkpoint."""
-        self._draw()
+        self.close()
 
     def close(self) -> None:
         """Draw all losses."""
-        self._draw()
-
-    def _draw(self) -> None:
         try:
             plot_losses(read_metrics(self._metrics), self._path)
         except OSError as error:
@@ -268,12 +265,11 @@ def plot_losses(records: list[Record], path: Path) -> None:
     keys = dict.fromkeys(key for record in records for key in record if "/" in key)
     of_sets = [(key, key.removeprefix("valid_loss/"), ".--") for key in keys if key.startswith("valid_loss/")]
     panels = {_LOSS_TITLE: [("loss", "training", "-"), ("valid_loss", "validation", "o-"), *of_sets]}
-    for name, title in _OF_EXPERTS.items():
-        if lines := [(key, f"layer {key.split('/')[1]}", "-") for key in keys if key.startswith(f"{name}/")]:
-            panels[title] = lines
-    for name, title in _OF_PAIRS.items():
-        if lines := [(key, key.split("/")[1], "-") for key in keys if key.startswith(f"{name}/")]:
-            panels[title] = lines
+    for name, title in {**_OF_EXPERTS, **_OF_PAIRS}.items():
+        label = "layer " if name in _OF_EXPERTS else ""
+        of_name = [key for key in keys if key.startswith(f"{name}/")]
+        if of_name:
+            panels[title] = [(key, label + key.split("/")[1], "-") for key in of_name]
     panels |= _panels_of_tasks(keys)
     figure = Figure(figsize=(8, 5 * len(panels)))
     FigureCanvasAgg(figure)
