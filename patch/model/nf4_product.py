@@ -20,6 +20,7 @@ Forward and backward each dequantize the weight and free the dense copy after th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple, Self
 
@@ -120,6 +121,23 @@ def quantize(weight: torch.Tensor, table: torch.Tensor | None = None) -> torch.T
     scales = scales.gather(1, firsts.clamp(0, count - 1))
     tables = torch.cat([index[:, :1], mean[:, :1], scales], 1).contiguous()
     return torch.cat([packed[:, :half], codes.byte(), tables.view(torch.uint8)], 1).view(torch.int8)
+
+
+def write(target: torch.Tensor, values: torch.Tensor, scales: Callable[[], torch.Tensor]) -> None:
+    """Write values [O, I] into a weight, dense or nf4.
+
+    Args:
+        scales: returns the weight's part of the `scale_table`; called only for double quantization.
+    """
+    if not target.is_floating_point():
+        values = quantize(values, scales() if target.dtype == torch.int8 else None)
+    target.copy_(values)
+
+
+def rounded(weight: torch.Tensor, format: BaseFormat) -> torch.Tensor:
+    """Return the values that a whole weight [O, I] has in a format."""
+    table = scale_table(weight) if format == "nf4-double" else None
+    return dequantize(quantize(weight, table), weight.dtype)
 
 
 def _scales_of(packed: torch.Tensor, columns: int) -> torch.Tensor:
