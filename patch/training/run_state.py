@@ -8,6 +8,8 @@ number of consumed samples, so only these two numbers are saved.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -333,6 +335,14 @@ def random_state() -> dict[str, torch.Tensor]:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states | {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """Context or decorator: what follows draws the same numbers as without the work inside."""
+    before = random_state()
+    yield
+    set_random_state(before)
 
 
 def set_random_state(states: dict[str, torch.Tensor]) -> None:

@@ -45,17 +45,12 @@ class CheckpointSaver:
         self._copies = HostCopies() if run.config.checkpoint.async_save else None
         self._is_decided = False
         self._pending: Save | None = None
-        self._newest: Save | None = None
         self._stall_s = self._write_s = 0.0
 
     @property
     def is_busy(self) -> bool:
         """Whether this rank is writing in the background; not a collective."""
         return self._pending is not None and self._pending.is_busy
-
-    def progress(self) -> object:
-        """Return this rank's progress in writing a checkpoint, see `Save.progress`."""
-        return None if self._newest is None else self._newest.progress()
 
     @property
     def is_pending(self) -> bool:
@@ -102,9 +97,8 @@ class CheckpointSaver:
             if not _have_room(bytes_to_write(copied)):
                 self._copies = None
         copies = None if is_end else self._copies
-        self._newest = self._pending = start_save(
-            checkpoint_root(run.config), iteration, state, common, copies
-        )
+        self._pending = start_save(checkpoint_root(run.config), iteration, state, common, copies)
+        run.phases.writing = self._pending.progress
         if run.config.adapter.is_on:
             write_adapters(run, iteration)
         run.optimizer.placement.record_memory("save")

@@ -63,13 +63,15 @@ def measured(run: Run, result: StepResult, step_time_ms: float) -> dict[str, flo
     On a GPU, memory is GPU memory; on the CPU, it is the memory of the process. The loss is -inf on stages
     before the last.
     """
-    report, offload = run.optimizer.report(), {}
+    report, offload = run.optimizer.report(), dict[str, float]()
+    if (activations := run.activation_offload) is not None:  # compute waited for copies of this size
+        offload["activation_offload_gib"] = activations.pop_bytes() / _GIB
+        offload["activation_wait_ms"] = activations.pop_wait_ms()
     if report.speculation_failure_rate is not None:
         offload["speculation_failure_rate"] = report.speculation_failure_rate
     if run.config.optimizer.offload_folder is not None:  # since the start
         offload |= {"disk_moved_gib": report.disk_moved_bytes / _GIB, "disk_wait_s": report.disk_wait_s}
     return {
-        **_offloaded_activations(run),
         **offload,
         "loss": result.loss,
         **result.extra_metrics,
@@ -80,14 +82,6 @@ def measured(run: Run, result: StepResult, step_time_ms: float) -> dict[str, flo
         "host_memory_gib": psutil.Process().memory_info().rss / _GIB,
         "offload_fraction": report.offload_fraction,
     }
-
-
-def _offloaded_activations(run: Run) -> dict[str, float]:
-    """Return, with AC=offload, the size of this rank's copies to the host and the time compute waited."""
-    offload = run.activation_offload
-    if offload is None:
-        return {}
-    return {"activation_offload_gib": offload.pop_bytes() / _GIB, "activation_wait_ms": offload.pop_wait_ms()}
 
 
 def make_record(

@@ -122,12 +122,8 @@ class AnswerObjective(Objective):
         return {f"valid_{key}": found[name] for key, name in _EVALUATED.items() if name in found}
 
 
-class Preference(AnswerObjective, ReferenceObjective):
+class Preference(ReferenceObjective, AnswerObjective):
     """DPO."""
-
-    def values(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Compare gains over the reference."""
-        return self.gains(sums, batch)
 
     def losses(self, of: Scores) -> torch.Tensor:
         """Return the losses of `--dpo-loss-type`, and the SFT loss of `--dpo-sft-weight`."""
@@ -186,7 +182,7 @@ class OddsRatio(AnswerObjective):
         return {**report, "loss": report["loss"] + nll, "nll_loss": nll}
 
 
-class Kto(AnswerObjective, ReferenceObjective):
+class Kto(ReferenceObjective, AnswerObjective):
     """KTO."""
 
     unit = "rows"
@@ -194,8 +190,6 @@ class Kto(AnswerObjective, ReferenceObjective):
     """TRL's names, and the share of desirable answers."""
     _kl, _lost = 0.0, torch.zeros(0, dtype=torch.int64)
     """The reference point of the global batch; the numbers of answers whose part in it is not finite."""
-
-    values = Preference.values
 
     def passes(self, batches: list[Batch]) -> list[list[Batch]]:
         """Return the micro-batches, and those of the mismatched answers."""
@@ -208,7 +202,7 @@ class Kto(AnswerObjective, ReferenceObjective):
             reports = forward_only(run, others)
         found, lost = [], [Kto._lost.to(run.device)]
         for batch, report in zip((each.to(run.device) for each in others), reports, strict=False):
-            is_real, gains = batch.of_sequences["sign"] != 0, self.gains(report["sums"], batch)
+            is_real, gains = batch.of_sequences["sign"] != 0, self.values(report["sums"], batch)
             found.append(gains[is_real & gains.isfinite()])
             lost.append(batch.of_sequences["number"][is_real & ~gains.isfinite()] - 1)
         self._kl, self._lost = max(self.global_mean(run, found), 0.0), torch.cat(lost)
