@@ -13,8 +13,8 @@ import io
 import pickle
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -33,7 +33,7 @@ from torch.utils.serialization import config as serialization_config
 from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.stored import Piece
 from patch.compat.checkpoint_format import COMMON_IS_OBJECT, StorageInfo, common_files
-from patch.device import start_thread
+from patch.device import device_setter
 from patch.memory import on_host
 from patch.storage.checksums import Checksum, SummedFile, write_summed
 from patch.storage.names import COMMON_KEY, METADATA_FILE
@@ -81,39 +81,25 @@ def write_data(
     """
     shares = _split(values)
     places = np.zeros((len(values), 3), np.int64)
-    contents: dict[str, Checksum] = {}
-    errors: list[Exception] = []
 
-    def write(number: int) -> None:
+    def write(number: int) -> tuple[str, Checksum]:
         name = data_file(rank, number)
-        try:
-            with closing(SummedFile(folder / name)) as file:
-                files.append(file)
-                for index in shares[number]:
-                    if cancelled.is_set():
-                        raise CancelledError
-                    value = values[index]
-                    if isinstance(value, io.BytesIO):
-                        begin = file.tell()
-                        # Not getbuffer: after an error its memory may be freed twice (python/cpython#111049).
-                        places[index] = (number, begin, file.write(value.getvalue()))
-                    else:
-                        places[index] = (number, *write_record(file, value))
-                contents[name] = file.finish()
-        except Exception as error:  # noqa: BLE001 - raised below, in the thread that called
-            errors.append(error)
+        with closing(SummedFile(folder / name)) as file:
+            files.append(file)
+            for index in shares[number]:
+                if cancelled.is_set():
+                    raise CancelledError
+                value = values[index]
+                if isinstance(value, io.BytesIO):
+                    begin = file.tell()
+                    # Not getbuffer: after an error its memory may be freed twice (python/cpython#111049).
+                    places[index] = (number, begin, file.write(value.getvalue()))
+                else:
+                    places[index] = (number, *write_record(file, value))
+            return name, file.finish()
 
-    others = [
-        start_thread("checkpoint file", partial(write, number), daemon=False)
-        for number in range(1, len(shares))
-    ]
-    if shares:
-        write(0)
-    for thread in others:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return WrittenFiles(places, contents)
+    with ThreadPoolExecutor(NUM_FILES, initializer=device_setter()) as pool:
+        return WrittenFiles(places, dict(pool.map(write, range(len(shares)))))
 
 
 def write_record(stream: SummedFile, value: Any) -> tuple[int, int]:

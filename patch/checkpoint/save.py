@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
 from patch.compat.checkpoint_format import SavePlanner, StorageInfo
-from patch.device import start_thread
+from patch.device import device_setter
 from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -121,7 +122,6 @@ class Save:
         self._written: WrittenFiles | None = None
         self._is_publishing = False
         self._files: list[SummedFile] = []
-        self._error: Exception | None = None
         self._cancelled, self._copied = threading.Event(), threading.Event()
         self._reads_disk = any(map(is_on_disk, planner.values))
         """Whether values are on disk. They are not copied, so the state may change only after the write."""
@@ -133,8 +133,8 @@ class Save:
         self._begin = time.perf_counter()
         self.seconds = 0.0
         """Seconds from start to completion; set on rank 0."""
-        self._thread: threading.Thread | None = None
-        self._start(self._write)
+        self._pool = ThreadPoolExecutor(1, "checkpoint", device_setter())
+        self._work: Future[None] = self._pool.submit(self._write)
 
     @property
     def _partial(self) -> AnyPath:
@@ -143,8 +143,7 @@ class Save:
     @property
     def is_busy(self) -> bool:
         """Whether this rank still writes; not a collective."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+        return not self._work.done()
 
     def progress(self) -> object:
         """Return a value that changes with any progress of this rank; None if it writes nothing.
@@ -168,10 +167,9 @@ class Save:
             CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed.
         """
         with _discarding(self._target), fail_together(_failure(self._target), CheckpointError):
-            self._join()
-            if self._error is not None:
-                raise self._error
+            self._work.result()
         if self._is_publishing:
+            self._pool.shutdown()
             _logger.info("saved %s", self._target)
             return True
         self._is_publishing = True
@@ -180,8 +178,7 @@ class Save:
         dist.gather_object(self._written, by_rank)
         self._planner.values = []
         if by_rank is not None:
-            written: list[WrittenFiles] = by_rank
-            self._start(lambda: self._publish(written))
+            self._work = self._pool.submit(self._publish, by_rank)
         return False
 
     def finish(self) -> None:
@@ -192,21 +189,7 @@ class Save:
     def abandon(self) -> None:
         """Stop the save of a run that fails; not a collective. The folder stays, unpublished."""
         self._cancelled.set()
-        self._join()
-
-    def _start(self, work: Callable[[], None]) -> None:
-        def guarded() -> None:
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 - `advance` raises it on all ranks
-                self._error = error
-
-        self._thread = start_thread("checkpoint", guarded, daemon=False)
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._pool.shutdown()
 
     def _write(self) -> None:
         values = self._planner.values
