@@ -48,7 +48,7 @@ and whether it is desirable."""
 
 
 class ObjectiveTraits(NamedTuple):
-    """What other parts of a run ask of its objective."""
+    """Traits of an objective, for the parts of a run that depend on them."""
 
     row_kind: RowKind = "conversation"
     has_reference: bool = False
