@@ -98,12 +98,10 @@ def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
     damaged: list[CheckpointError] = []
     for place in dict.fromkeys((root, disk)):
         try:
-            progress = find_progress(place)
+            if (progress := find_progress(place)) is not None:
+                found.append((place, progress))
         except NoWholeCheckpointError as error:
             damaged.append(error)
-            continue
-        if progress is not None:
-            found.append((place, progress))
     if not found:
         if damaged:
             raise damaged[0]
@@ -350,6 +348,5 @@ def set_random_state(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    prefix = "tracker."
-    tracked = {name[len(prefix) :]: state for name, state in states.items() if name.startswith(prefix)}
+    tracked = {name.partition(".")[2]: state for name, state in states.items() if "." in name}
     get_cuda_rng_tracker().set_states(tracked)

@@ -122,14 +122,12 @@ class ProgressDisplay(TrainerHook):
             message += f"  validation loss {record['valid_loss']:.4f}"
         if "valid_ppl" in record:
             message += f"  perplexity {record['valid_ppl']:.3f}"
-        prefix = "valid_loss/"
-        losses = {key: loss for key, loss in record.items() if key.startswith(prefix)}
-        if losses:
-            each = ", ".join(f"{key.removeprefix(prefix)} {loss:.4f}" for key, loss in losses.items())
-            message += f"  ({each})"
-        of_hooks = (key for key in record if key != "iteration" and not key.startswith("valid_"))
-        of_hooks = (key for key in of_hooks if not key.endswith("_stderr"))
-        message += "".join(f"  {key} {record[key]:.4f}" for key in of_hooks)
+        of_sets = [key for key in record if key.startswith("valid_loss/")]
+        if of_sets:
+            losses = (f"{key.removeprefix('valid_loss/')} {record[key]:.4f}" for key in of_sets)
+            message += f"  ({', '.join(losses)})"
+        others = (key for key in record if key != "iteration" and not key.startswith("valid_"))
+        message += "".join(f"  {key} {record[key]:.4f}" for key in others if not key.endswith("_stderr"))
         if self._bar is not None:
             self._bar.print(message)
         else:
