@@ -171,6 +171,14 @@ def dequantize(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight
 
 
+def independent_of_layout(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight, dense or nf4, in a form that is equal at every layout.
+
+    With double quantization each rank repeats scales in its bytes, so the weight is dequantized.
+    """
+    return dequantize(weight, torch.float32) if weight.dtype == torch.int8 else weight
+
+
 class Nf4Product(Product):
     """The plain product with an nf4 weight, which has no gradient."""
 

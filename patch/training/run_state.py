@@ -40,7 +40,7 @@ from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
 from patch.model.fp8.te_scales import restore_scales
-from patch.model.nf4_product import dequantize
+from patch.model.nf4_product import independent_of_layout
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.storage.names import iteration_name
 from patch.storage.places import AnyPath
@@ -269,8 +269,7 @@ def checksum(
 
 def _sum_of(shard: ShardedTensor) -> int:
     number, data = shard.prepend_axis_num, shard.data.detach().view(len(shard.data), -1)
-    if data.dtype == torch.int8:  # nf4-double repeats scales on each rank
-        data = dequantize(data, torch.float32)
+    data = independent_of_layout(data)
     bits = data.view(torch.int32 if data.element_size() == 4 else torch.int16)
     first = shard.global_offset[number]
     rows = torch.arange(first + 1, first + 1 + len(bits), device=bits.device)
