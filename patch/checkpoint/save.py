@@ -133,7 +133,7 @@ class Save:
         self._begin = time.perf_counter()
         self.seconds = 0.0
         """Seconds from start to completion; set on rank 0."""
-        self._pool = ThreadPoolExecutor(1, "checkpoint", device_setter())
+        self._pool = ThreadPoolExecutor(1, "checkpoint", initializer=device_setter())
         self._work: Future[None] = self._pool.submit(self._write)
 
     @property

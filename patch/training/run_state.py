@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import megatron.core
 import numpy as np
@@ -33,6 +33,7 @@ from patch.checkpoint import (
 )
 from patch.checkpoint.folder import NoWholeCheckpointError
 from patch.checkpoint.sharded_tensors import shards_of
+from patch.config import to_yaml
 from patch.config.schema import RANK_AXES, RunConfig
 from patch.distributed.collectives import all_gather_object, all_or_none, from_rank_0
 from patch.distributed.groups import seed_generators
@@ -44,6 +45,9 @@ from patch.model.nf4_product import independent_of_layout
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.storage.names import iteration_name
 from patch.storage.places import AnyPath
+
+if TYPE_CHECKING:
+    from patch.training.setup import Run
 
 _logger = get_logger(__name__)
 
@@ -129,18 +133,14 @@ def _value(root: AnyPath, iteration: int, common: dict[str, Any], name: str) -> 
 
 
 def state_to_save(
-    progress: Progress,
-    stages: list[LlamaModel],
-    optimizer: OverlappedDistributedOptimizer,
-    config_yaml: str,
-    *,
-    weights_only: bool = False,
+    run: Run, progress: Progress, *, weights_only: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of a checkpoint: sections of shards (views of the state), and plain values.
 
     `weights_only` leaves out the optimizer and the random generators, which only a resume needs.
     """
-    common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": config_yaml}
+    stages, optimizer = run.stages, run.optimizer
+    common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": to_yaml(run.config)}
     if stages[0].is_adapted:
         common[_BASE] = base_checksum(stages, optimizer)
     with optimizer.meta_weights():
@@ -153,31 +153,26 @@ def state_to_save(
     return state, common | {"layout": _layout(stages), **optimizer.common_state_dict()}
 
 
-def resume(
-    root: AnyPath,
-    progress: Progress,
-    stages: list[LlamaModel],
-    optimizer: OverlappedDistributedOptimizer,
-    seed: int,
-    train_iters: int | None = None,
-) -> None:
-    """Load a checkpoint of any layout into stages and optimizer. The caller loads the base of adapters first.
+def resume(run: Run, root: AnyPath, progress: Progress) -> None:
+    """Load a checkpoint of any layout into a run. The caller loads the base of adapters first.
+
+    At another layout, the run's seed and the iteration seed the random generators. If no steps are left to
+    train, weights alone are enough.
 
     Args:
         root: the run's checkpoint folder.
         progress: the result of `find_progress`.
-        seed: the run's seed; at another layout, this and the iteration seed the random generators.
-        train_iters: steps of the whole run. If the checkpoint has reached them, weights alone are enough.
     Raises:
         CheckpointError: the checkpoint has only weights and steps may be left to train, or its adapters
             belong to another base.
     """
+    stages, optimizer, training = run.stages, run.optimizer, run.config.training
     iteration, folder = progress.iteration, root / iteration_name(progress.iteration)
     common = from_rank_0(lambda: read_common(root, iteration))
     if stages[0].is_adapted:
         _check_base(folder, common.get(_BASE), base_checksum(stages, optimizer))
     weights_only = bool(common.get(_WEIGHTS_ONLY))
-    if weights_only and (train_iters is None or iteration < train_iters):
+    if weights_only and iteration < training.train_iters:
         raise CheckpointError(
             f"{folder} is the end of a run with --save-weights-only-at-end: it has no optimizer states to "
             "train on with; start another folder from it (position 22), or remove it to resume from an older "
@@ -199,11 +194,11 @@ def resume(
     if then == now:
         set_random_state({name: shard.data for name, shard in state["random"].items()})
         return
-    seed_generators(int(np.random.SeedSequence((seed, progress.iteration)).generate_state(1)[0]))
+    seed_generators(int(np.random.SeedSequence((training.seed, iteration)).generate_state(1)[0]))
     _logger.info(
         "the checkpoint was saved at %s, this run has %s: random generators are seeded anew from seed %d and "
         "step %d",
-        _text(then), _text(now), seed, progress.iteration,
+        _text(then), _text(now), training.seed, iteration,
     )  # fmt: skip
 
 

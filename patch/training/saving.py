@@ -16,7 +16,6 @@ import psutil
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import Save, start_save
 from patch.checkpoint.sharded_tensors import bytes_to_write, shards_of
-from patch.config import to_yaml
 from patch.convert.live_adapters import export_adapter
 from patch.device import usable_memory
 from patch.distributed.collectives import all_gather_object
@@ -84,13 +83,9 @@ class CheckpointSaver:
     def _start(self, iteration: int, *, is_end: bool) -> None:
         run = self._run
         is_last = iteration == run.config.training.train_iters
-        state, common = state_to_save(
-            Progress(iteration, run.consumed_samples(iteration)),
-            run.stages,
-            run.optimizer,
-            to_yaml(run.config),
-            weights_only=is_last and run.config.checkpoint.save_weights_only_at_end,
-        )
+        weights_only = is_last and run.config.checkpoint.save_weights_only_at_end
+        progress = Progress(iteration, run.consumed_samples(iteration))
+        state, common = state_to_save(run, progress, weights_only=weights_only)
         if self._copies is not None and not self._is_decided and not is_end:
             self._is_decided = True
             copied = [shard for shard in shards_of(state) if not is_on_disk(shard.data)]

@@ -222,8 +222,7 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
     if not is_begun:
         objective.prepare(run)
     if progress is not None:
-        training = run.config.training
-        resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
+        resume(run, root, progress)
         _log_resume(run, root, progress)
     if is_begun:
         objective.prepare(run)
