@@ -13,7 +13,7 @@ import io
 import pickle
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -52,10 +52,6 @@ class WrittenFiles(NamedTuple):
     """(n, 3) int64: file number, offset and length in bytes of each value, in the order of the values."""
     contents: dict[str, Checksum]
     """Length and checksum by file name."""
-
-
-class CancelledError(Exception):
-    """The save was cancelled."""
 
 
 def data_file(rank: int, number: int) -> str:

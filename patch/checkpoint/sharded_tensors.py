@@ -50,8 +50,7 @@ _SAME_TYING = _Fix(
 # A tied model has no output layer; the kind of master weights depends on the dtype of the weights.
 _FIXES = {
     "output_layer.weight": _SAME_TYING,
-    "optimizer.state.master.": _SAME_PRECISION,
-    "optimizer.state.master_low.": _SAME_PRECISION,
+    "optimizer.state.master": _SAME_PRECISION,  # or master_low
     "optimizer.state.exp_avg_scale.": _SAME_MOMENTS,
     "optimizer.state.exp_avg_sq_scale.": _SAME_MOMENTS,
 }
