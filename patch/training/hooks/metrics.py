@@ -10,8 +10,6 @@ import os
 import resource
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -261,10 +259,12 @@ def plot_losses(records: list[Record], path: Path) -> None:
     panels = {_LOSS_TITLE: [("loss", "training", "-"), ("valid_loss", "validation", "o-"), *of_sets]}
     for name, title in {**_OF_EXPERTS, **_OF_PAIRS}.items():
         label = "layer " if name in _OF_EXPERTS else ""
-        of_name = [key for key in keys if key.startswith(f"{name}/")]
-        if of_name:
-            panels[title] = [(key, label + key.split("/")[1], "-") for key in of_name]
-    panels |= _panels_of_tasks(keys)
+        if lines := [(key, label + key.split("/")[1], "-") for key in keys if key.startswith(f"{name}/")]:
+            panels[title] = lines
+    for key in keys:
+        if key.startswith("tasks/") and not key.endswith("_stderr"):
+            _, task, metric = key.split("/", 2)
+            panels.setdefault(f"{_OF_TASKS}{metric}", []).append((key, task, "o-"))
     figure = Figure(figsize=(8, 5 * len(panels)))
     FigureCanvasAgg(figure)
     for number, (title, lines) in enumerate(panels.items(), 1):
@@ -281,12 +281,3 @@ def plot_losses(records: list[Record], path: Path) -> None:
         if 0 < len(axes.lines) <= _MOST_NAMED:
             axes.legend()
     figure.savefig(path, dpi=120)
-
-
-def _panels_of_tasks(keys: Iterable[str]) -> dict[str, list[tuple[str, str, str]]]:
-    panels: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
-    for key in keys:
-        if key.startswith("tasks/") and not key.endswith("_stderr"):
-            _, task, metric = key.split("/", 2)
-            panels[f"{_OF_TASKS}{metric}"].append((key, task, "o-"))
-    return panels
