@@ -13,8 +13,8 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -122,19 +122,20 @@ class Save:
         self._written: WrittenFiles | None = None
         self._is_publishing = False
         self._files: list[SummedFile] = []
-        self._cancelled, self._copied = threading.Event(), threading.Event()
-        self._reads_disk = any(map(is_on_disk, planner.values))
-        """Whether values are on disk. They are not copied, so the state may change only after the write."""
-        self._copy: Callable[[], list[Value]] | None = None
+        self._cancelled = threading.Event()
+        reads_disk = any(map(is_on_disk, planner.values))
+        self._pool = ThreadPoolExecutor(1, "checkpoint", initializer=device_setter())
+        self._copying: Future[list[Value]] | None = None
         if host_copies is not None:
-            self._copy = host_copies.prepare(planner.values)
+            self._copying = self._pool.submit(host_copies.prepare(planner.values))
         elif any(isinstance(value, torch.Tensor) and value.is_cuda for value in planner.values):
             torch.cuda.synchronize()  # the thread reads on another stream
         self._begin = time.perf_counter()
         self.seconds = 0.0
         """Seconds from start to completion; set on rank 0."""
-        self._pool = ThreadPoolExecutor(1, "checkpoint", initializer=device_setter())
         self._work: Future[None] = self._pool.submit(self._write)
+        # Values on disk are not copied, so the state may change only after the write.
+        self._before_change: Future[Any] = self._work if reads_disk else self._copying or self._work
 
     @property
     def _partial(self) -> AnyPath:
@@ -156,7 +157,7 @@ class Save:
 
     def wait_for_copies(self) -> None:
         """Wait until the state may be changed, or the copies have failed; not a collective."""
-        self._copied.wait()
+        wait([self._before_change])
 
     def advance(self) -> bool:
         """Wait for the current phase on all ranks and start the next one; a collective.
@@ -192,19 +193,12 @@ class Save:
         self._pool.shutdown()
 
     def _write(self) -> None:
-        values = self._planner.values
-        try:
-            if self._copy is not None:
-                values = self._copy()
-                self._planner.values = []
-            if not self._reads_disk:
-                self._copied.set()
-            partial = self._partial
-            if isinstance(partial, Path):
-                _wait_for_folder(partial, self._cancelled)
-            self._written = write_data(partial, dist.get_rank(), values, self._cancelled, self._files)
-        finally:
-            self._copied.set()
+        values, partial = self._planner.values, self._partial
+        if self._copying is not None:
+            values = self._copying.result()
+        if isinstance(partial, Path):
+            _wait_for_folder(partial, self._cancelled)
+        self._written = write_data(partial, dist.get_rank(), values, self._cancelled, self._files)
 
     def _publish(self, by_rank: list[WrittenFiles]) -> None:
         """Write the index and the checksums, and publish the folder; runs in a thread of rank 0."""
