@@ -308,12 +308,10 @@ def device_setter() -> Callable[[], None]:
     return partial(module.set_device, module.current_device())
 
 
-def start_thread(name: str, work: Callable[[], object], *, daemon: bool = True) -> threading.Thread:
-    """Start a thread on the device of the present thread; all threads of the project are started here.
+def start_thread(name: str, work: Callable[[], object]) -> threading.Thread:
+    """Start a thread on the device of the present thread. The process may end before the thread.
 
-    Args:
-        work: the thread's function; it must report its errors itself.
-        daemon: whether the process may end before the thread.
+    The function `work` must report its errors itself. A ThreadPoolExecutor gets `device_setter` instead.
     """
     set_device = device_setter()
 
@@ -321,7 +319,7 @@ def start_thread(name: str, work: Callable[[], object], *, daemon: bool = True) 
         set_device()
         work()
 
-    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
 

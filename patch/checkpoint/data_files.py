@@ -12,9 +12,9 @@ import heapq
 import io
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.utils.serialization import config as serialization_config
 
 from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.stored import Piece
 from patch.compat.checkpoint_format import COMMON_IS_OBJECT, StorageInfo, common_files
-from patch.device import start_thread
+from patch.device import device_setter
 from patch.memory.disk import on_host
 from patch.storage.checksums import Checksum, SummedFile, write_summed
 from patch.storage.names import COMMON_KEY, METADATA_FILE
@@ -43,9 +44,6 @@ NUM_FILES = 2
 
 Value = torch.Tensor | io.BytesIO
 
-_crc32_lock = threading.Lock()
-_crc32_users = 0
-
 
 class WrittenFiles(NamedTuple):
     """The data files of a rank."""
@@ -54,10 +52,6 @@ class WrittenFiles(NamedTuple):
     """(n, 3) int64: file number, offset and length in bytes of each value, in the order of the values."""
     contents: dict[str, Checksum]
     """Length and checksum by file name."""
-
-
-class CancelledError(Exception):
-    """The save was cancelled."""
 
 
 def data_file(rank: int, number: int) -> str:
@@ -83,57 +77,25 @@ def write_data(
     """
     shares = _split(values)
     places = np.zeros((len(values), 3), np.int64)
-    contents: dict[str, Checksum] = {}
-    errors: list[Exception] = []
 
-    def write(number: int) -> None:
+    def write(number: int) -> tuple[str, Checksum]:
         name = data_file(rank, number)
-        try:
-            with closing(SummedFile(folder / name)) as file:
-                files.append(file)
-                for index in shares[number]:
-                    if cancelled.is_set():
-                        raise CancelledError
-                    value = values[index]
-                    if isinstance(value, io.BytesIO):
-                        begin = file.tell()
-                        # Not getbuffer: after an error its memory may be freed twice (python/cpython#111049).
-                        places[index] = (number, begin, file.write(value.getvalue()))
-                    else:
-                        places[index] = (number, *write_record(file, value))
-                contents[name] = file.finish()
-        except Exception as error:  # noqa: BLE001 - raised below, in the thread that called
-            errors.append(error)
+        with closing(SummedFile(folder / name)) as file:
+            files.append(file)
+            for index in shares[number]:
+                if cancelled.is_set():
+                    raise CancelledError
+                value = values[index]
+                if isinstance(value, io.BytesIO):
+                    begin = file.tell()
+                    # Not getbuffer: after an error its memory may be freed twice (python/cpython#111049).
+                    places[index] = (number, begin, file.write(value.getvalue()))
+                else:
+                    places[index] = (number, *write_record(file, value))
+            return name, file.finish()
 
-    others = [
-        start_thread("checkpoint file", partial(write, number), daemon=False)
-        for number in range(1, len(shares))
-    ]
-    if shares:
-        write(0)
-    for thread in others:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return WrittenFiles(places, contents)
-
-
-@contextmanager
-def _no_zip_checksums() -> Iterator[None]:
-    """Make torch.save skip CRC-32, which takes as long as writing and is never checked by torch.load.
-    It is a process-wide setting: it is off while any thread is in this context.
-    """
-    global _crc32_users
-    with _crc32_lock:
-        _crc32_users += 1
-        torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        with _crc32_lock:
-            _crc32_users -= 1
-            if not _crc32_users:
-                torch.serialization.set_crc32_options(True)
+    with ThreadPoolExecutor(NUM_FILES, initializer=device_setter()) as pool:
+        return WrittenFiles(places, dict(pool.map(write, range(len(shares)))))
 
 
 def write_record(stream: SummedFile, value: Any) -> tuple[int, int]:
@@ -146,7 +108,8 @@ def write_record(stream: SummedFile, value: Any) -> tuple[int, int]:
     """
     begin = stream.tell()
     try:
-        with _no_zip_checksums():
+        # Without CRC-32, which takes as long as writing and is never checked by torch.load.
+        with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             torch.save(
                 _with_own_storage(value) if isinstance(value, torch.Tensor) else value,
                 cast(IO[bytes], stream),

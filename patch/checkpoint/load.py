@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.sharded_tensors import (
-    NO_FIXES,
-    Fix,
     WeightsOnly,
     check_files,
     check_fit,
@@ -35,7 +32,7 @@ from patch.checkpoint.sharded_tensors import (
     index_key,
     shards_of,
 )
-from patch.checkpoint.stored import Box, TorchDistReader
+from patch.checkpoint.stored import MOST_COMMON_BYTES, Box, TorchDistReader
 from patch.compat.unpickle import load_plain, read_metadata
 from patch.device import is_finite
 from patch.distributed.collectives import all_gather_object, fail_together
@@ -48,19 +45,15 @@ from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_small
 
 _logger = get_logger(__name__)
-_MOST_COMMON_BYTES = 1 << 30
 
 
-def load_checkpoint(
-    root: AnyPath, iteration: int, sharded_state: dict[str, Any], fixes: Mapping[str, Fix] = NO_FIXES
-) -> dict[str, Any]:
+def load_checkpoint(root: AnyPath, iteration: int, sharded_state: dict[str, Any]) -> dict[str, Any]:
     """Load the sections in `sharded_state` in place; a collective over all ranks.
 
     Args:
         root: the folder of a run's checkpoints.
         sharded_state: sections as given to save_checkpoint, in any layout. Omitted sections are not read:
             {"model": ...} loads only the weights.
-        fixes: name prefix -> advice if such a tensor is missing or unexpected; the first match counts.
     Returns:
         the same nesting with tensors and objects instead of shards, and the common state added.
     Raises:
@@ -70,7 +63,7 @@ def load_checkpoint(
     folder = iteration_folder(root, iteration)
     with fail_together(f"checkpoint {folder} was not loaded", CheckpointError):
         common = read_common(root, iteration)
-    merge(common, _load(folder, sharded_state, fixes))
+    merge(common, _load(folder, sharded_state))
     return common
 
 
@@ -80,12 +73,11 @@ def load_only_weights(
     *,
     prefixes: tuple[str, ...],
     vocab_size: int,
-    fixes: Mapping[str, Fix] = NO_FIXES,
 ) -> None:
     """Load a model's weights in place, from any checkpoint with megatron-core's keys; a collective.
 
     Unlike a resume, this accepts another vocabulary padding, and another dtype (rounded to nearest even, with
-    a warning). `fixes` and errors are those of `load_checkpoint`.
+    a warning). Errors are those of `load_checkpoint`.
 
     Args:
         folder: the folder of the checkpoint itself (see `weights_folder`).
@@ -93,14 +85,11 @@ def load_only_weights(
         prefixes: name prefixes of a model's tensors; other tensors of the checkpoint are ignored.
         vocab_size: rows of the vocabulary without padding; the least that the checkpoint must have.
     """
-    _load(folder, sharded_state, fixes, WeightsOnly(prefixes, vocab_size))
+    _load(folder, sharded_state, WeightsOnly(prefixes, vocab_size))
 
 
 def _load(
-    folder: AnyPath,
-    sharded_state: dict[str, Any],
-    fixes: Mapping[str, Fix],
-    weights: WeightsOnly | None = None,
+    folder: AnyPath, sharded_state: dict[str, Any], weights: WeightsOnly | None = None
 ) -> dict[str, Any]:
     """Check and load shards in place; return the nesting with tensors and objects. A collective."""
     with fail_together(f"checkpoint {folder} was not loaded", CheckpointError):
@@ -111,7 +100,7 @@ def _load(
         shards = shards_of(sharded_state)
     requested = set().union(*all_gather_object({index_key(shard) for shard in shards}))
     with fail_together(f"checkpoint {folder} was not loaded", CheckpointError):
-        check_fit(folder, index, shards, requested, fixes, weights)
+        check_fit(folder, index, shards, requested, weights)
     if weights is not None:
         _warn_of_rounding(folder, index, shards)
     failure = f"checkpoint {folder} failed while it was read, the model in memory is unusable"
@@ -187,7 +176,7 @@ def read_common(root: AnyPath, iteration: int) -> dict[str, Any]:
     path = folder / COMMON_FILE
     try:
         if path.is_file():
-            common = load_plain(io.BytesIO(read_small(path, _MOST_COMMON_BYTES)), map_location="cpu")
+            common = load_plain(io.BytesIO(read_small(path, MOST_COMMON_BYTES)), map_location="cpu")
         else:
             common = TorchDistReader(folder).read_object(COMMON_KEY)
     except CheckpointError:

@@ -13,10 +13,11 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
 from patch.compat.checkpoint_format import SavePlanner, StorageInfo
-from patch.device import start_thread
+from patch.device import device_setter
 from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -105,16 +106,6 @@ def start_save(
     return Save(target, iteration, planner, host_copies)
 
 
-class Writing(NamedTuple):
-    """The progress of a rank's save; any change is progress."""
-
-    iteration: int
-    is_publishing: bool
-    """Whether only the last files of rank 0 are missing."""
-    num_bytes: int
-    """Bytes in this rank's data files so far."""
-
-
 class Save:
     """A checkpoint that is being written. All ranks call its collective methods at the same points."""
 
@@ -131,20 +122,20 @@ class Save:
         self._written: WrittenFiles | None = None
         self._is_publishing = False
         self._files: list[SummedFile] = []
-        self._error: Exception | None = None
-        self._cancelled, self._copied = threading.Event(), threading.Event()
-        self._reads_disk = any(map(is_on_disk, planner.values))
-        """Whether values are on disk. They are not copied, so the state may change only after the write."""
-        self._copy: Callable[[], list[Value]] | None = None
+        self._cancelled = threading.Event()
+        reads_disk = any(map(is_on_disk, planner.values))
+        self._pool = ThreadPoolExecutor(1, "checkpoint", initializer=device_setter())
+        self._copying: Future[list[Value]] | None = None
         if host_copies is not None:
-            self._copy = host_copies.prepare(planner.values)
+            self._copying = self._pool.submit(host_copies.prepare(planner.values))
         elif any(isinstance(value, torch.Tensor) and value.is_cuda for value in planner.values):
             torch.cuda.synchronize()  # the thread reads on another stream
         self._begin = time.perf_counter()
         self.seconds = 0.0
         """Seconds from start to completion; set on rank 0."""
-        self._thread: threading.Thread | None = None
-        self._start(self._write)
+        self._work: Future[None] = self._pool.submit(self._write)
+        # Values on disk are not copied, so the state may change only after the write.
+        self._before_change: Future[Any] = self._work if reads_disk else self._copying or self._work
 
     @property
     def _partial(self) -> AnyPath:
@@ -153,18 +144,20 @@ class Save:
     @property
     def is_busy(self) -> bool:
         """Whether this rank still writes; not a collective."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+        return not self._work.done()
 
-    def progress(self) -> Writing | None:
-        """Return this rank's progress, or None if it writes nothing. Not a collective; for any thread."""
+    def progress(self) -> object:
+        """Return a value that changes with any progress of this rank; None if it writes nothing.
+
+        Not a collective; any thread may call this.
+        """
         if not self.is_busy:
             return None
-        return Writing(self.iteration, self._is_publishing, sum(file.tell() for file in self._files))
+        return self.iteration, self._is_publishing, sum(file.tell() for file in self._files)
 
     def wait_for_copies(self) -> None:
         """Wait until the state may be changed, or the copies have failed; not a collective."""
-        self._copied.wait()
+        wait([self._before_change])
 
     def advance(self) -> bool:
         """Wait for the current phase on all ranks and start the next one; a collective.
@@ -175,10 +168,9 @@ class Save:
             CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed.
         """
         with _discarding(self._target), fail_together(_failure(self._target), CheckpointError):
-            self._join()
-            if self._error is not None:
-                raise self._error
+            self._work.result()
         if self._is_publishing:
+            self._pool.shutdown()
             _logger.info("saved %s", self._target)
             return True
         self._is_publishing = True
@@ -187,8 +179,7 @@ class Save:
         dist.gather_object(self._written, by_rank)
         self._planner.values = []
         if by_rank is not None:
-            written: list[WrittenFiles] = by_rank
-            self._start(lambda: self._publish(written))
+            self._work = self._pool.submit(self._publish, by_rank)
         return False
 
     def finish(self) -> None:
@@ -199,36 +190,15 @@ class Save:
     def abandon(self) -> None:
         """Stop the save of a run that fails; not a collective. The folder stays, unpublished."""
         self._cancelled.set()
-        self._join()
-
-    def _start(self, work: Callable[[], None]) -> None:
-        def guarded() -> None:
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 - `advance` raises it on all ranks
-                self._error = error
-
-        self._thread = start_thread("checkpoint", guarded, daemon=False)
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._pool.shutdown()
 
     def _write(self) -> None:
-        values = self._planner.values
-        try:
-            if self._copy is not None:
-                values = self._copy()
-                self._planner.values = []
-            if not self._reads_disk:
-                self._copied.set()
-            partial = self._partial
-            if isinstance(partial, Path):
-                _wait_for_folder(partial, self._cancelled)
-            self._written = write_data(partial, dist.get_rank(), values, self._cancelled, self._files)
-        finally:
-            self._copied.set()
+        values, partial = self._planner.values, self._partial
+        if self._copying is not None:
+            values = self._copying.result()
+        if isinstance(partial, Path):
+            _wait_for_folder(partial, self._cancelled)
+        self._written = write_data(partial, dist.get_rank(), values, self._cancelled, self._files)
 
     def _publish(self, by_rank: list[WrittenFiles]) -> None:
         """Write the index and the checksums, and publish the folder; runs in a thread of rank 0."""

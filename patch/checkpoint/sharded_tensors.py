@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
@@ -29,7 +27,7 @@ _OVERHEAD = 2048
 """Bytes of a small tensor: about 1.6 kB for its record (torch.save's zip), 0.4 kB in the index."""
 
 
-class Fix(NamedTuple):
+class _Fix(NamedTuple):
     """Advice for a checkpoint that does not fit the run."""
 
     advice: str
@@ -37,14 +35,26 @@ class Fix(NamedTuple):
     """The configuration field to change."""
 
 
-_SAME_LAYOUT = Fix("resume with the TP, PP and number of processes that the checkpoint was saved with")
-_SAME_MODEL = Fix(
+_SAME_LAYOUT = _Fix("resume with the TP, PP and number of processes that the checkpoint was saved with")
+_SAME_MODEL = _Fix(
     "take the model shape and the tokenizer that the checkpoint was trained with", "model_size"
 )
-SAME_PRECISION = Fix("take the checkpoint's precision", "precision")
-SAME_MOMENTS = Fix("take its --exp-avg-dtype and --exp-avg-sq-dtype", "exp_avg_dtype")
+_SAME_PRECISION = _Fix("take the checkpoint's precision", "precision")
+_SAME_MOMENTS = _Fix("take its --exp-avg-dtype and --exp-avg-sq-dtype", "exp_avg_dtype")
 _SECTION_FIXES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT}
-NO_FIXES: Mapping[str, Fix] = MappingProxyType({})
+_SAME_TYING = _Fix(
+    "one of them ties the output layer to the embedding: change untie_embeddings_and_output_weights, or take "
+    "the model shape that the checkpoint was trained with",
+    "untie_embeddings_and_output_weights",
+)
+# A tied model has no output layer; the kind of master weights depends on the dtype of the weights.
+_FIXES = {
+    "output_layer.weight": _SAME_TYING,
+    "optimizer.state.master": _SAME_PRECISION,  # or master_low
+    "optimizer.state.exp_avg_scale.": _SAME_MOMENTS,
+    "optimizer.state.exp_avg_sq_scale.": _SAME_MOMENTS,
+}
+"""Prefix of a tensor's name -> the cure if only the run or only the checkpoint has the tensor."""
 
 
 def shards_of(sharded_state: dict[str, Any]) -> list[ShardedBase]:
@@ -134,7 +144,6 @@ def check_fit(
     index: Metadata,
     shards: list[ShardedBase],
     requested: set[str],
-    fixes: Mapping[str, Fix],
     weights: WeightsOnly | None = None,
 ) -> None:
     """Check that the checkpoint has exactly the requested keys, with the same shapes and dtypes.
@@ -143,7 +152,6 @@ def check_fit(
 
     Args:
         requested: keys that all ranks together load.
-        fixes: key prefix -> advice if such a key is missing or unexpected.
         weights: given if only weights are loaded; their dtypes and padding may differ.
     Raises:
         CheckpointError: the checkpoint does not fit. The message names the tensors, both shapes or dtypes,
@@ -151,23 +159,23 @@ def check_fit(
     """
     stored = index.state_dict_metadata
     keys = {key for key in stored if weights is None or key.startswith(weights.prefixes)} - {COMMON_KEY}
-    _check_names(folder, keys, requested, fixes)
+    _check_names(folder, keys, requested)
     for shard in shards:
         if isinstance(shard, ShardedTensor):
             _check_tensor(folder, shard, stored[shard.key], weights)
 
 
-def _check_names(folder: AnyPath, stored: set[str], requested: set[str], fixes: Mapping[str, Fix]) -> None:
+def _check_names(folder: AnyPath, stored: set[str], requested: set[str]) -> None:
     stored, requested = ({key for key in keys if not _is_extra_state(key)} for keys in (stored, requested))
     missing = sorted(requested - stored)
     if missing:
         hint = nearest(missing[0], sorted(stored))
-        fix = _fix_for(missing, fixes)
+        fix = _fix_for(missing)
         raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}; {fix.advice}", field=fix.field)
     sections = {_section(key) for key in requested}
     unexpected = sorted(key for key in stored - requested if _section(key) in sections)
     if unexpected:
-        fix = _fix_for(unexpected, fixes)
+        fix = _fix_for(unexpected)
         raise CheckpointError(
             f"{folder} holds {_listed(unexpected)}, which this run does not have; {fix.advice}",
             field=fix.field,
@@ -186,7 +194,7 @@ def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object, weights
             field=fix.field,
         )
     if weights is None and stored.properties.dtype != shard.dtype:
-        fix = SAME_MOMENTS if ".exp_avg" in shard.key else SAME_PRECISION
+        fix = _SAME_MOMENTS if ".exp_avg" in shard.key else _SAME_PRECISION
         raise CheckpointError(
             f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}; "
             + fix.advice,
@@ -194,8 +202,8 @@ def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object, weights
         )
 
 
-def _fix_for(keys: list[str], fixes: Mapping[str, Fix]) -> Fix:
-    for prefix, fix in fixes.items():
+def _fix_for(keys: list[str]) -> _Fix:
+    for prefix, fix in _FIXES.items():
         if any(key.startswith(prefix) for key in keys):
             return fix
     fix = _SECTION_FIXES[_section(keys[0])]

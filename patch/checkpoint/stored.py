@@ -35,7 +35,7 @@ WINDOW_BYTES = 2 * 2**20
 """Bytes copied at a time; they fit the processor's cache."""
 _MOST_MAPPED = 64
 """Most files mapped at a time; each keeps a file open."""
-_MOST_COMMON_BYTES = 1 << 30
+MOST_COMMON_BYTES = 1 << 30
 _MAPPED_BYTES = 256 * 2**20
 """A file of the old format is mapped again after this many bytes, to release its pages."""
 _KEPT_BYTES = 16 * 2**20
@@ -377,15 +377,15 @@ def _load_dict(path: AnyPath, place: StorageInfo | None = None) -> dict[str, Any
     """Return the dict of a file, or of one record in it, a list with the dict as its only value."""
     try:
         if place is not None:
-            if place.length > _MOST_COMMON_BYTES:
-                raise ValueError(f"got {place.length} bytes, expected at most {_MOST_COMMON_BYTES}")
+            if place.length > MOST_COMMON_BYTES:
+                raise ValueError(f"got {place.length} bytes, expected at most {MOST_COMMON_BYTES}")
             with _record(path, place) as stream:
                 (contents,) = load_tensors(io.BytesIO(stream.read()))
         elif isinstance(path, Path):
             check_kind(path)
             contents = load_tensors(path)
         else:
-            contents = load_tensors(io.BytesIO(read_small(path, _MOST_COMMON_BYTES)))
+            contents = load_tensors(io.BytesIO(read_small(path, MOST_COMMON_BYTES)))
     except Exception as error:  # noqa: BLE001 - hostile bytes can make the unpickler raise anything
         raise CheckpointError(f"{path} cannot be read: {error or type(error).__name__}") from error
     if not isinstance(contents, dict):

@@ -69,8 +69,32 @@ RowKind = Literal["conversation", "pair", "unpaired"]
 """Kind of rows that an objective reads: a conversation (or a text), two answers to one prompt, or an answer
 and whether it is desirable."""
 
-ROW_KINDS: dict[str, RowKind] = {"dpo": "pair", "orpo": "pair", "simpo": "pair", "kto": "unpaired"}
+
+class ObjectiveTraits(NamedTuple):
+    """Traits of an objective, for the parts of a run that depend on them."""
+
+    row_kind: RowKind = "conversation"
+    has_reference: bool = False
+    """Whether a pass over all sets before the first step gives log-probabilities of the start weights."""
+    begins_with_forward: bool = False
+    """Whether each step begins with one more forward, without gradients."""
+
+
+_PREFERENCES = {
+    "dpo": ObjectiveTraits("pair", has_reference=True),
+    "orpo": ObjectiveTraits("pair"),
+    "simpo": ObjectiveTraits("pair"),
+    "kto": ObjectiveTraits("unpaired", has_reference=True, begins_with_forward=True),
+}
+
+ROW_KINDS: dict[str, RowKind] = {name: traits.row_kind for name, traits in _PREFERENCES.items()}
 """Objectives whose rows are not conversations."""
+
+
+def objective_traits(name: str) -> ObjectiveTraits:
+    """Return the traits of an objective; one that another program has registered has the defaults."""
+    return _PREFERENCES.get(name, ObjectiveTraits())
+
 
 PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "robust"]
 """DPO losses of a pair's margin, with TRL's names (arXiv:2305.18290, 2310.12036, 2309.06657, 2403.00409)."""

@@ -20,7 +20,6 @@ from typing import Self
 
 from patch.config.choices import (
     PRECISIONS,
-    ROW_KINDS,
     Casts,
     ContextCommunication,
     Fp8Format,
@@ -34,6 +33,7 @@ from patch.config.choices import (
     RowKind,
     Sharding,
     ZeroStage,
+    objective_traits,
 )
 from patch.config.data_schema import CheckpointConfig, DataConfig
 from patch.config.experts import ExpertsConfig
@@ -318,7 +318,7 @@ class RunConfig:
     @property
     def row_kind(self) -> RowKind:
         """Kind of rows that the objective reads."""
-        return ROW_KINDS.get(self.training.objective, "conversation")
+        return objective_traits(self.training.objective).row_kind
 
     @property
     def etp_size(self) -> int:

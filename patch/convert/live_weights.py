@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -34,7 +35,7 @@ from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
 from patch.families.weights import BUFFERS, table_name
 from patch.logger import get_logger
-from patch.model.nf4_product import dense_shape, dequantize, quantize, scale_table
+from patch.model.nf4_product import dense_shape, dequantize, scale_table, write
 from patch.storage.places import StrPath, local_path
 
 if TYPE_CHECKING:
@@ -348,24 +349,19 @@ def import_hf(
             _logger.info("%s: its MTP layers are not trained; exports of this run will lack them", folder)
         for each in mapped_parameters(stages, model, shard.size, experts):
             slices = [source[tensor.name] for tensor in each.mapping.hf]
-            target, is_dense = each.parameter, each.parameter.is_floating_point()
-            written = target = target if visit is None else visit(target)
-            if not is_dense:
-                target = target.new_empty(dense_shape(target), dtype=each.dtype)
-            tp = experts.tp if "#" in each.name else shard
+            written = each.parameter if visit is None else visit(each.parameter)
+            is_dense, tp = written.is_floating_point(), experts.tp if "#" in each.name else shard
+            target = written if is_dense else written.new_empty(dense_shape(written), dtype=each.dtype)
             each.mapping.hf_to_megatron(target, slices, tp)
             if not is_dense:
-                is_doubled, table = written.dtype == torch.int8, None
-                if is_doubled:
-                    table = _part_of_scales(each.mapping, [s[:].to(each.dtype) for s in slices], target, tp)
-                written.copy_(quantize(target, table))
+                write(written, target, partial(_part_of_scales, each.mapping, slices, target, tp))
 
 
 def _part_of_scales(
-    mapping: WeightMapping, tensors: Sequence[torch.Tensor], shard: torch.Tensor, tp: TPShard
+    mapping: WeightMapping, slices: Sequence[Any], shard: torch.Tensor, tp: TPShard
 ) -> torch.Tensor:
     """Return the part of the whole tensors' `scale_table` that belongs to a shard [O, I]: [O, I / 16]."""
-    tables = [scale_table(tensor) for tensor in tensors]
+    tables = [scale_table(each[:].to(shard.dtype)) for each in slices]
     hf = tuple(HFTensor("scales", (*table.shape,)) for table in tables)
     part = shard.new_empty(len(shard), shard.shape[1] // 16, dtype=torch.float32)
     dataclasses.replace(mapping, hf=hf).hf_to_megatron(part, tables, tp)

@@ -129,11 +129,10 @@ def merge_adapter(
 
     def values_of(name: str) -> torch.Tensor:
         weight = source[name][:].to(dtype or source.dtype_of(name))
-        if name in is_packed:
-            from patch.model.nf4_product import dequantize, quantize, scale_table  # imports megatron-core
+        if format is not None and name in is_packed:
+            from patch.model.nf4_product import rounded  # imports megatron-core
 
-            table = scale_table(weight) if format == "nf4-double" else None
-            weight = dequantize(quantize(weight, table), weight.dtype)
+            weight = rounded(weight, format)
         return merged(name, weight, found.factors.get, found.config.scale)
 
     dtypes = {tensor: dtype or source.dtype_of(tensor.name) for tensor in hf_tensors(model)}

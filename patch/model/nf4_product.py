@@ -20,6 +20,7 @@ Forward and backward each dequantize the weight and free the dense copy after th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple, Self
 
@@ -122,6 +123,23 @@ def quantize(weight: torch.Tensor, table: torch.Tensor | None = None) -> torch.T
     return torch.cat([packed[:, :half], codes.byte(), tables.view(torch.uint8)], 1).view(torch.int8)
 
 
+def write(target: torch.Tensor, values: torch.Tensor, scales: Callable[[], torch.Tensor]) -> None:
+    """Write values [O, I] into a weight, dense or nf4.
+
+    Args:
+        scales: returns the weight's part of the `scale_table`; called only for double quantization.
+    """
+    if not target.is_floating_point():
+        values = quantize(values, scales() if target.dtype == torch.int8 else None)
+    target.copy_(values)
+
+
+def rounded(weight: torch.Tensor, format: BaseFormat) -> torch.Tensor:
+    """Return the values that a whole weight [O, I] has in a format."""
+    table = scale_table(weight) if format == "nf4-double" else None
+    return dequantize(quantize(weight, table), weight.dtype)
+
+
 def _scales_of(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """Return the scale of each block of a weight [O, columns] as float32 [O, columns / 64]."""
     count, rest = columns // BLOCK, packed.view(torch.uint8)[:, columns // 2 :]
@@ -151,6 +169,14 @@ def dequantize(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         shares = tables.pairs.index_select(0, codes.flatten().int()).view(torch.float32)
         torch.mul(shares.view(len(part), -1, BLOCK), scales, out=result.view(len(part), -1, BLOCK))
     return weight
+
+
+def independent_of_layout(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight, dense or nf4, in a form that is equal at every layout.
+
+    With double quantization each rank repeats scales in its bytes, so the weight is dequantized.
+    """
+    return dequantize(weight, torch.float32) if weight.dtype == torch.int8 else weight
 
 
 class Nf4Product(Product):

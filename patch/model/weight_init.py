@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from patch.families import traits_of
 from patch.families.adapters import INSIDE, SECOND_FACTOR
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model.llama import sharded_weights
-from patch.model.nf4_product import dense_shape, quantize, scale_table
+from patch.model.nf4_product import dense_shape, scale_table, write
 
 # The last projections of attention and MLP get smaller values: arXiv:1909.08053, section 5.1 (after GPT-2).
 _SCALED = ("linear_proj.weight", "linear_fc2.weight")
@@ -97,8 +98,7 @@ def initialize_weights(
         place = " ".join(map(str, shard.global_offset[:number])) or "0"  # layer, and expert
         shape, offset = shard.global_shape[number:], shard.global_offset[number:]
         own = dense_shape(shard.data)
-        is_dense = own == shard.data.shape
-        if not is_dense:  # nf4: the columns count bytes
+        if own != shard.data.shape:  # the columns count bytes
             shape, offset = ((n, m * own[1] // shard.data.shape[1]) for n, m in (shape, offset))
         num_padded = shape[0] - model.vocab_size if shard.key in _VOCABULARY else 0
         shape = (shape[0] - num_padded, *shape[1:])
@@ -111,10 +111,12 @@ def initialize_weights(
         if num_padded:
             whole = F.pad(whole, (0, 0, 0, num_padded))
         part = tuple(slice(start, start + size) for start, size in zip(offset, own, strict=True))
-        values, table = whole[part], None
-        if shard.data.dtype == torch.int8:
-            table = scale_table(whole)[part[0], part[1].start // 16 : part[1].stop // 16]
-        shard.data.copy_(values if is_dense else quantize(values, table))
+        write(shard.data, whole[part], partial(_part_of_scales, whole, part))
+
+
+def _part_of_scales(whole: torch.Tensor, part: tuple[slice, ...]) -> torch.Tensor:
+    rows, columns = part
+    return scale_table(whole)[rows, columns.start // 16 : columns.stop // 16]
 
 
 def _spread(key: str, shape: tuple[int, ...], model: ModelConfig) -> tuple[bool, float]:

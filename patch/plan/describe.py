@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from patch.checks.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.config import RunConfig
-from patch.config.choices import PRECISIONS, Recompute
+from patch.config.choices import PRECISIONS, Recompute, objective_traits
 from patch.config.schedule import learning_rate
 from patch.device import MachineFacts
 from patch.families import expert_layers, weight_rows
@@ -245,11 +245,12 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         packed = f"several rows share a sequence of {length} tokens"
         yield _row("packing", f"on: {packed}, a sample of the step is such a sequence")
     if config.row_kind != "conversation":
+        traits = objective_traits(config.training.objective)
         parts = [f"each lies in one sequence of {length} tokens"]
-        if config.training.objective in ("dpo", "kto"):
+        if traits.has_reference:
             once = "before the first step one forward over all sets gives their reference"
             parts.append(f"{once}, unless it is kept")
-        if config.training.objective == "kto":
+        if traits.begins_with_forward:
             parts.append("a step begins with one more forward")
         yield _row("pairs" if config.row_kind == "pair" else "answers", "; ".join(parts))
     if config.data.distill_from is not None:

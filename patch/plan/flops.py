@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from patch.config import ModelConfig, RunConfig
-from patch.config.choices import PRECISIONS, Precision
+from patch.config.choices import PRECISIONS, Precision, objective_traits
 from patch.families import layer_matrices, layers_with_window
 from patch.families.weights import TIED_OUTPUT
 from patch.layout.pipeline_stages import stage_activations
@@ -40,7 +40,7 @@ class StepFlops(NamedTuple):
     model: float
     """FLOPs of the model's forward and backward, for MFU."""
     hardware: float
-    """Computed FLOPs, with the forwards that `AC` repeats and the one for KTO's reference point, for HFU."""
+    """Computed FLOPs, with the forwards that `AC` repeats and the one that begins a step, for HFU."""
 
 
 def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
@@ -65,7 +65,7 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
         repeated = attention
     if config.training.mlp_chunks_for_training > 1:
         repeated += 2 * tokens * elements_of(row for row in layer_matrices(model) if row.part == "mlp")
-    if config.training.objective == "kto":  # the forward of the mismatched answers
+    if objective_traits(config.training.objective).begins_with_forward:
         repeated += layers + attention + output
     return StepFlops(needed, needed + repeated)
 

@@ -28,10 +28,9 @@ def _token_mean(config: RunConfig) -> Objective:
 
 
 def _preference(config: RunConfig) -> Objective:
-    from patch.training.objectives.preference import Kto, OddsRatio, Preference, SimpleMargin
+    from patch.training.objectives.preference import CLASSES
 
-    objectives = {"dpo": Preference, "orpo": OddsRatio, "simpo": SimpleMargin, "kto": Kto}
-    return objectives[config.training.objective](config)
+    return CLASSES[config.training.objective](config)
 
 
 OBJECTIVES: dict[str, Callable[[RunConfig], Objective]] = {

@@ -88,10 +88,13 @@ def _record(run: Run, sums: list[list[float]], counts: list[float]) -> dict[str,
 
 def _sums_over_set(run: Run, name: str, reader: BatchReader) -> tuple[list[float], float]:
     """Return the sums of the reported values over a set (-inf on stages before the last), and its count."""
-    totals, count = [0.0] * len(run.data.objective.reported), 0.0
+    names, count = run.data.objective.reported, 0.0
+    totals = [0.0] * len(names)
     for batches, counted in global_batches(run, reader, name, run.config.data.eval_iters):
         run.data.objective.before_step(run, batches)
-        sums = sum_over(run.groups.dp_cp, _sums(run, batches), run.device)
+        reports = forward_only(run, batches)
+        own = [sum(each[name].item() for each in reports) if reports else -math.inf for name in names]
+        sums = sum_over(run.groups.dp_cp, own, run.device)
         totals = [total + each for total, each in zip(totals, sums, strict=True)]
         count += counted
     return totals, count
@@ -136,11 +139,6 @@ def _read_global_batch(run: Run, reader: StepReader, index: int, name: str) -> t
         return reading.batches, counted
     num_needed = max((number for number, count in enumerate(of_batches, 1) if count), default=1)
     return reading.batches[:num_needed], counted
-
-
-def _sums(run: Run, batches: list[Batch]) -> list[float]:
-    reports, names = forward_only(run, batches), run.data.objective.reported
-    return [sum(report[name].item() for report in reports) if reports else -math.inf for name in names]
 
 
 def forward_only(run: Run, batches: list[Batch]) -> list[Report]:

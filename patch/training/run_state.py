@@ -8,8 +8,10 @@ number of consumed samples, so only these two numbers are saved.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import megatron.core
 import numpy as np
@@ -30,35 +32,25 @@ from patch.checkpoint import (
     weights_folder,
 )
 from patch.checkpoint.folder import NoWholeCheckpointError
-from patch.checkpoint.sharded_tensors import SAME_MOMENTS, SAME_PRECISION, Fix, shards_of
+from patch.checkpoint.sharded_tensors import shards_of
+from patch.config import to_yaml
 from patch.config.schema import RANK_AXES, RunConfig
 from patch.distributed.collectives import all_gather_object, all_or_none, from_rank_0
 from patch.distributed.groups import seed_generators
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
-from patch.model.nf4_product import dequantize
+from patch.model.nf4_product import independent_of_layout
 from patch.model.te_scales import restore_scales
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.storage.names import iteration_name
 from patch.storage.places import AnyPath
 
+if TYPE_CHECKING:
+    from patch.training.setup import Run
+
 _logger = get_logger(__name__)
 
-_SAME_TYING = Fix(
-    "one of them ties the output layer to the embedding: change untie_embeddings_and_output_weights, or take "
-    "the model shape that the checkpoint was trained with",
-    "untie_embeddings_and_output_weights",
-)
-# A tied model has no output layer; the kind of master weights depends on the dtype of the weights.
-FIXES = {
-    "output_layer.weight": _SAME_TYING,
-    "optimizer.state.master.": SAME_PRECISION,
-    "optimizer.state.master_low.": SAME_PRECISION,
-    "optimizer.state.exp_avg_scale.": SAME_MOMENTS,
-    "optimizer.state.exp_avg_sq_scale.": SAME_MOMENTS,
-}
-"""Prefix of a tensor's name -> the cure if only the run or only the checkpoint has the tensor."""
 _VERSIONS = {
     "llama-megatron-patch": __version__,
     "megatron-core": megatron.core.__version__,
@@ -89,7 +81,8 @@ def find_progress(root: AnyPath) -> Progress | None:
     iteration = latest_iteration(root)
     if iteration is None:
         return None
-    return from_rank_0(lambda: Progress(iteration, _value(root, iteration, "consumed_samples")))
+    common = from_rank_0(lambda: read_common(root, iteration))
+    return Progress(iteration, _value(root, iteration, common, "consumed_samples"))
 
 
 def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
@@ -109,12 +102,10 @@ def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
     damaged: list[CheckpointError] = []
     for place in dict.fromkeys((root, disk)):
         try:
-            progress = find_progress(place)
+            if (progress := find_progress(place)) is not None:
+                found.append((place, progress))
         except NoWholeCheckpointError as error:
             damaged.append(error)
-            continue
-        if progress is not None:
-            found.append((place, progress))
     if not found:
         if damaged:
             raise damaged[0]
@@ -131,37 +122,29 @@ def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
     return place, progress
 
 
-def _value(root: AnyPath, iteration: int, name: str) -> Any:
-    try:
-        return read_common(root, iteration)[name]
-    except KeyError as error:
+def _value(root: AnyPath, iteration: int, common: dict[str, Any], name: str) -> Any:
+    if name not in common:
         raise CheckpointError(
             f"checkpoint {iteration} in {root} has no {name}: it was saved by another version of this "
             "program; start a new run from its weights (that folder as position 22)",
             field="output_path",
-        ) from error
+        )
+    return common[name]
 
 
 def state_to_save(
-    progress: Progress,
-    stages: list[LlamaModel],
-    optimizer: OverlappedDistributedOptimizer,
-    config_yaml: str,
-    *,
-    weights_only: bool = False,
+    run: Run, progress: Progress, *, weights_only: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of a checkpoint: sections of shards (views of the state), and plain values.
 
     `weights_only` leaves out the optimizer and the random generators, which only a resume needs.
     """
-    common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": config_yaml}
+    stages, optimizer = run.stages, run.optimizer
+    common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": to_yaml(run.config)}
     if stages[0].is_adapted:
         common[_BASE] = base_checksum(stages, optimizer)
     with optimizer.meta_weights():
-        if weights_only:
-            state: dict[str, Any] = {"model": optimizer.sharded_weights(_stored_weights(stages))}
-        else:
-            state = _sharded_state(stages, optimizer, is_loading=False)
+        state = _sharded_state(stages, optimizer, weights_only=weights_only)
         for entry in nested_values(extract_sharded_tensors_and_factories(state["model"])[0]):
             entry.data = entry.data.detach()  # stays valid if the parameter's data is replaced
     if weights_only:
@@ -170,50 +153,52 @@ def state_to_save(
     return state, common | {"layout": _layout(stages), **optimizer.common_state_dict()}
 
 
-def resume(
-    root: AnyPath,
-    progress: Progress,
-    stages: list[LlamaModel],
-    optimizer: OverlappedDistributedOptimizer,
-    seed: int,
-    train_iters: int | None = None,
-) -> None:
-    """Load a checkpoint of any layout into stages and optimizer. The caller loads the base of adapters first.
+def resume(run: Run, root: AnyPath, progress: Progress) -> None:
+    """Load a checkpoint of any layout into a run. The caller loads the base of adapters first.
+
+    At another layout, the run's seed and the iteration seed the random generators. If no steps are left to
+    train, weights alone are enough.
 
     Args:
         root: the run's checkpoint folder.
         progress: the result of `find_progress`.
-        seed: the run's seed; at another layout, this and the iteration seed the random generators.
-        train_iters: steps of the whole run. If the checkpoint has reached them, weights alone are enough.
     Raises:
         CheckpointError: the checkpoint has only weights and steps may be left to train, or its adapters
             belong to another base.
     """
-    common = from_rank_0(lambda: read_common(root, progress.iteration))
+    stages, optimizer, training = run.stages, run.optimizer, run.config.training
+    iteration, folder = progress.iteration, root / iteration_name(progress.iteration)
+    common = from_rank_0(lambda: read_common(root, iteration))
     if stages[0].is_adapted:
-        base = base_checksum(stages, optimizer)
-        _check_base(root / iteration_name(progress.iteration), common.get(_BASE), base)
-    if common.get(_WEIGHTS_ONLY):
-        _load_finished(root, progress.iteration, stages, optimizer, train_iters)
-        return
-    then = from_rank_0(lambda: _value(root, progress.iteration, "layout"))
-    now = _layout(stages)
+        _check_base(folder, common.get(_BASE), base_checksum(stages, optimizer))
+    weights_only = bool(common.get(_WEIGHTS_ONLY))
+    if weights_only and iteration < training.train_iters:
+        raise CheckpointError(
+            f"{folder} is the end of a run with --save-weights-only-at-end: it has no optimizer states to "
+            "train on with; start another folder from it (position 22), or remove it to resume from an older "
+            "checkpoint",
+            field="train_iters",
+        )
+    then, now = {} if weights_only else _value(root, iteration, common, "layout"), _layout(stages)
     with optimizer.meta_weights():
-        state = _sharded_state(stages, optimizer, is_loading=True)
+        state = _sharded_state(stages, optimizer, is_loading=True, weights_only=weights_only)
         if then == now:
             state["random"] = _sharded_generators()
-        loaded = load_checkpoint(root, progress.iteration, state, FIXES)
+        loaded = load_checkpoint(root, iteration, state)
         with all_or_none():
             restore_scales(stages, loaded.get("model", {}))  # a rank may have no adapters
+    if weights_only:
+        optimizer.reload_model_params()
+        return
     optimizer.load_common_state_dict(loaded)
     if then == now:
         set_random_state({name: shard.data for name, shard in state["random"].items()})
         return
-    seed_generators(int(np.random.SeedSequence((seed, progress.iteration)).generate_state(1)[0]))
+    seed_generators(int(np.random.SeedSequence((training.seed, iteration)).generate_state(1)[0]))
     _logger.info(
         "the checkpoint was saved at %s, this run has %s: random generators are seeded anew from seed %d and "
         "step %d",
-        _text(then), _text(now), seed, progress.iteration,
+        _text(then), _text(now), training.seed, iteration,
     )  # fmt: skip
 
 
@@ -227,26 +212,6 @@ def _check_base(folder: AnyPath, then: str | None, now: str) -> None:
             f"{now}; pass the original base (--load, position 22) in the same precision",
             field="load",
         )
-
-
-def _load_finished(
-    root: AnyPath,
-    iteration: int,
-    stages: list[LlamaModel],
-    optimizer: OverlappedDistributedOptimizer,
-    train_iters: int | None,
-) -> None:
-    if train_iters is None or iteration < train_iters:
-        raise CheckpointError(
-            f"{root / iteration_name(iteration)} is the end of a run with --save-weights-only-at-end: it has "
-            "no optimizer states to train on with; start another folder from it (position 22), or remove it "
-            "to resume from an older checkpoint",
-            field="train_iters",
-        )
-    with optimizer.meta_weights():
-        weights = optimizer.sharded_weights(_stored_weights(stages))
-        load_checkpoint(root, iteration, {"model": weights}, FIXES)
-    optimizer.reload_model_params()
 
 
 def load_weights(
@@ -266,18 +231,8 @@ def load_weights(
     """
     weights = sharded_weights(stages, adapters=adapters)
     state = {"model": weights if optimizer is None else optimizer.sharded_weights(weights)}
-    load_only_weights(
-        weights_folder(load),
-        state,
-        prefixes=WEIGHT_PREFIXES,
-        vocab_size=config.model.vocab_size,
-        fixes=FIXES,
-    )
-
-
-def _stored_weights(stages: list[LlamaModel]) -> dict[str, Any]:
-    """Return the weights that a checkpoint stores: the adapters if there are any, otherwise all."""
-    return sharded_weights(stages, adapters=stages[0].is_adapted or None)
+    vocab_size = config.model.vocab_size
+    load_only_weights(weights_folder(load), state, prefixes=WEIGHT_PREFIXES, vocab_size=vocab_size)
 
 
 def base_checksum(stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> str:
@@ -309,8 +264,7 @@ def checksum(
 
 def _sum_of(shard: ShardedTensor) -> int:
     number, data = shard.prepend_axis_num, shard.data.detach().view(len(shard.data), -1)
-    if data.dtype == torch.int8:  # nf4-double repeats scales on each rank
-        data = dequantize(data, torch.float32)
+    data = independent_of_layout(data)
     bits = data.view(torch.int32 if data.element_size() == 4 else torch.int16)
     first = shard.global_offset[number]
     rows = torch.arange(first + 1, first + 1 + len(bits), device=bits.device)
@@ -319,11 +273,17 @@ def _sum_of(shard: ShardedTensor) -> int:
 
 
 def _sharded_state(
-    stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer, *, is_loading: bool
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    *,
+    is_loading: bool = False,
+    weights_only: bool,
 ) -> dict[str, Any]:
-    weights = _stored_weights(stages)
-    states = optimizer.sharded_state_dict(weights, is_loading=is_loading)
-    return {"model": optimizer.sharded_weights(weights), "optimizer": states}
+    """Return the sections of weights, of the adapters if there are any, and of optimizer states."""
+    weights, state = sharded_weights(stages, adapters=stages[0].is_adapted or None), dict[str, Any]()
+    if not weights_only:
+        state["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=is_loading)
+    return {"model": optimizer.sharded_weights(weights), **state}
 
 
 def _sharded_generators() -> dict[str, ShardedTensor]:
@@ -369,11 +329,18 @@ def random_state() -> dict[str, torch.Tensor]:
     return states | {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
 
 
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """Context or decorator: what follows draws the same numbers as without the work inside."""
+    before = random_state()
+    yield
+    set_random_state(before)
+
+
 def set_random_state(states: dict[str, torch.Tensor]) -> None:
     """Restore the states that `random_state` returned."""
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    prefix = "tracker."
-    tracked = {name[len(prefix) :]: state for name, state in states.items() if name.startswith(prefix)}
+    tracked = {name.partition(".")[2]: state for name, state in states.items() if "." in name}
     get_cuda_rng_tracker().set_states(tracked)

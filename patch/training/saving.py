@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import Save, Writing, start_save
+from patch.checkpoint.save import Save, start_save
 from patch.checkpoint.sharded_tensors import bytes_to_write, shards_of
-from patch.config import to_yaml
 from patch.convert.live_adapters import export_adapter
 from patch.device import usable_memory
 from patch.distributed.collectives import all_gather_object
@@ -45,17 +44,12 @@ class CheckpointSaver:
         self._copies = HostCopies() if run.config.checkpoint.async_save else None
         self._is_decided = False
         self._pending: Save | None = None
-        self._newest: Save | None = None
         self._stall_s = self._write_s = 0.0
 
     @property
     def is_busy(self) -> bool:
         """Whether this rank is writing in the background; not a collective."""
         return self._pending is not None and self._pending.is_busy
-
-    def progress(self) -> Writing | None:
-        """Return this rank's progress in writing a checkpoint, see `Save.progress`."""
-        return None if self._newest is None else self._newest.progress()
 
     @property
     def is_pending(self) -> bool:
@@ -89,22 +83,17 @@ class CheckpointSaver:
     def _start(self, iteration: int, *, is_end: bool) -> None:
         run = self._run
         is_last = iteration == run.config.training.train_iters
-        state, common = state_to_save(
-            Progress(iteration, run.consumed_samples(iteration)),
-            run.stages,
-            run.optimizer,
-            to_yaml(run.config),
-            weights_only=is_last and run.config.checkpoint.save_weights_only_at_end,
-        )
+        weights_only = is_last and run.config.checkpoint.save_weights_only_at_end
+        progress = Progress(iteration, run.consumed_samples(iteration))
+        state, common = state_to_save(run, progress, weights_only=weights_only)
         if self._copies is not None and not self._is_decided and not is_end:
             self._is_decided = True
             copied = [shard for shard in shards_of(state) if not is_on_disk(shard.data)]
             if not _have_room(bytes_to_write(copied)):
                 self._copies = None
         copies = None if is_end else self._copies
-        self._newest = self._pending = start_save(
-            checkpoint_root(run.config), iteration, state, common, copies
-        )
+        self._pending = start_save(checkpoint_root(run.config), iteration, state, common, copies)
+        run.phases.writing = self._pending.progress
         if run.config.adapter.is_on:
             write_adapters(run, iteration)
         run.optimizer.placement.record_memory("save")

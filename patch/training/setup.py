@@ -226,8 +226,7 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
     if not is_begun:
         objective.prepare(run)
     if progress is not None:
-        training = run.config.training
-        resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
+        resume(run, root, progress)
         _log_resume(run, root, progress)
     if is_begun:
         objective.prepare(run)
@@ -237,29 +236,28 @@ def load_start(run: Run, *, is_begun: bool = False) -> None:
     """Load the start weights of a run; if it has already begun (`is_begun`), without --lora-load."""
     load, seed, adapter = run.config.checkpoint.load, run.config.training.seed, run.config.adapter
     optimizer, stages, model = run.optimizer, run.stages, run.config.model
+    is_hf = load is not None and is_hf_folder(Path(load))
     with optimizer.meta_weights(to_write=True) as visit:
         initialize_weights(stages, model, seed, adapters=None if load is None else True, visit=visit)
-        if load is not None and is_hf_folder(Path(load)):
+        if load is not None and is_hf:
             import_hf(stages, Path(load), model, run.groups, visit=visit)
-    if load is None:
-        load = f"seed {seed}"
-    elif not is_hf_folder(Path(load)):
-        with all_or_none():
-            folder = any_path(load)
-        with optimizer.meta_weights():
-            load_weights(folder, stages, run.config, optimizer)
-    if adapter.lora_load and not is_begun:
-        place = adapter.lora_load
-        if from_rank_0(lambda: (Path(place) / ADAPTER_CONFIG_NAME).is_file()):
+    if load is not None and not is_hf:
+        _load_checkpoint(run, load)
+    if (place := adapter.lora_load) and not is_begun:
+        if from_rank_0((Path(place) / ADAPTER_CONFIG_NAME).is_file):
             with optimizer.full_weights(frozen=False):
-                import_adapter(stages, adapter.lora_load, model, adapter, run.groups)
+                import_adapter(stages, place, model, adapter, run.groups)
         else:
-            with all_or_none():
-                folder = any_path(place)
-            with optimizer.meta_weights():
-                load_weights(folder, stages, run.config, optimizer, adapters=True)
-    run.optimizer.reload_model_params()
-    _logger.info("weights from %s", load)
+            _load_checkpoint(run, place, adapters=True)
+    optimizer.reload_model_params()
+    _logger.info("weights from %s", f"seed {seed}" if load is None else load)
+
+
+def _load_checkpoint(run: Run, place: str, *, adapters: bool = False) -> None:
+    with all_or_none():
+        folder = any_path(place)
+    with run.optimizer.meta_weights():
+        load_weights(folder, run.stages, run.config, run.optimizer, adapters=adapters)
 
 
 def _log_resume(run: Run, root: AnyPath, progress: Progress) -> None:

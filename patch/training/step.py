@@ -27,7 +27,7 @@ from patch.model.experts.layer import routers_of, update_expert_biases
 from patch.optimizer import ParamGroup, learning_rate
 from patch.training.guards.non_finite import handle_non_finite
 from patch.training.guards.phases import Phase
-from patch.training.run_state import random_state, set_random_state
+from patch.training.run_state import unchanged_random_state
 from patch.training.state_placement import OomRetry, apply_placement
 from patch.training.step_data import (
     NOISE_KEYS,
@@ -153,15 +153,15 @@ def _start_sums(
     return read
 
 
+@unchanged_random_state()
 def _has_finite_gradients(run: Run, work: StepBatches, group_lrs: list[float]) -> bool:
     """Compute the step again without an update; return whether this rank's own gradients are finite."""
-    before, optimizer = random_state(), run.optimizer
+    optimizer = run.optimizer
     run.phases.enter(Phase.FORWARD)
     with optimizer.checking_local_gradients() as check:
         optimizer.zero_grad(group_lrs)
         run_schedule(run, work.batches, work.divisor, loss_scale=optimizer.loss_scale.value)
         optimizer.finish_grad_sync()
-    set_random_state(before)
     return check.is_finite
 
 

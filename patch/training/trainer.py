@@ -32,7 +32,6 @@ class Trainer:
         self.run, self._hooks = run, hooks
         self._requests = StopRequests(run.config)
         self._saving = CheckpointSaver(run, self._on_save)
-        run.phases.writing = self._saving.progress
         self._exit_code = 0
         """The exit code with which all ranks agreed to stop, or 0; one rank's request may be a step older."""
         self._is_writing = False

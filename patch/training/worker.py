@@ -122,31 +122,28 @@ def _train(config: RunConfig) -> int:
 def build_hooks(run: Run, measure: Measure = LOWEST_LOSS) -> list[TrainerHook]:
     """Return the hooks of this rank in call order; `measure` decides which checkpoint is the best."""
     hooks: list[TrainerHook] = []
-    steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"
-    if steps is not None:
-        folder = Path(run.config.checkpoint.output_path)
-        settle = run.optimizer.finish_param_sync
-        first, last = run.start_iteration + 1, run.config.training.train_iters
-        if steps.start > last or steps[-1] < first:
-            _logger.warning("--profile: no trace, because this run does steps %d to %d", first, last)
-        hooks.append(
-            StepProfile(folder, steps, dist.get_rank(), run.start_iteration, is_cuda=is_cuda, settle=settle)
-        )
-    if dist.get_rank() == 0:
-        output, root = Path(run.config.checkpoint.output_path), checkpoint_root(run.config)
-        take_metrics(run.config, run.start_iteration)
+    rank, output = dist.get_rank(), Path(run.config.checkpoint.output_path)
+    start, last = run.start_iteration, run.config.training.train_iters
+    if (steps := profiled_steps(run.config.checkpoint.profile)) is not None:
+        if steps.start > last or steps[-1] <= start:
+            _logger.warning("--profile: no trace, because this run does steps %d to %d", start + 1, last)
+        is_cuda, settle = run.device.type == "cuda", run.optimizer.finish_param_sync
+        hooks.append(StepProfile(output, steps, rank, start, is_cuda=is_cuda, settle=settle))
+    if rank == 0:
+        root = checkpoint_root(run.config)
+        take_metrics(run.config, start)
         hooks += [
-            MetricsLog(output, run.start_iteration),
+            MetricsLog(output, start),
             LastSaved(output),
             LossPlot(output),
-            ProgressDisplay(run.start_iteration, run.config.training.train_iters),
+            ProgressDisplay(start, last),
             RateWarning(run.config.optimizer.lr),
             _retention(run, root, measure),
         ]
         if isinstance(root, RemotePath):
             hooks.append(StoreMetrics(output, root))
         if run.config.checkpoint.services:
-            hooks.append(Reporter(output, run.config.checkpoint.services, run.start_iteration))
+            hooks.append(Reporter(output, run.config.checkpoint.services, start))
     return hooks + [hook for make in HOOKS if (hook := make(run)) is not None]
 
 

@@ -195,7 +195,7 @@ def other_contexts(context: DeviceContext, folder: Path, **changes: Any) -> list
     """By rank: the other GPUs on which its process holds memory after a save in the background."""
     run = build(context, **changes)
     steps_of(run, range(1))
-    sections, common = state_to_save(Progress(1, 1), run.stages, run.optimizer, "")
+    sections, common = state_to_save(run, Progress(1, 1))
     start_save(folder / "saved", 1, sections, common, HostCopies()).finish()
     close(run)
     others = range(torch.cuda.device_count()) if context.is_cuda else range(0)
@@ -228,8 +228,8 @@ def carry_on(context: DeviceContext, folder: Path) -> dict[str, list]:
         if number:
             run = build(context, **RESUMED[name])
             before = folder / str(number - 1)
-            resume(before, progress, run.stages, run.optimizer, run.config.training.seed)
-        save(folder / str(number), progress, run.stages, run.optimizer)
+            resume(run, before, progress)
+        save(folder / str(number), progress, run)
         found[name] = steps_of(run, range(SAVED, STEPS))
         close(run)
     return found

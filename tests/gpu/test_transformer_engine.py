@@ -48,7 +48,7 @@ def saved_after_two_steps(job: DeviceContext, folder: Path, **changes: Any) -> t
     run = build(job, **changes)
     losses_of(run, last=2)
     run.optimizer.finish_param_sync()
-    save(folder, Progress(2, 8), run.stages, run.optimizer)
+    save(folder, Progress(2, 8), run)
     weights = [mapped.parameter.clone() for mapped in mapped_parameters(run.stages, run.config.model, 1)]
     expected = losses_of(run, 2)
     close(run)
@@ -57,7 +57,7 @@ def saved_after_two_steps(job: DeviceContext, folder: Path, **changes: Any) -> t
 
 def resumed(job: DeviceContext, folder: Path, **changes: Any) -> Run:
     run = build(job, **changes)
-    resume(folder, Progress(2, 8), run.stages, run.optimizer, 1234)
+    resume(run, folder, Progress(2, 8))
     return run
 
 

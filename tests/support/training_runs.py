@@ -28,7 +28,7 @@ from patch.distributed.context_group import WHOLE, Zigzag
 from patch.distributed.groups import initialize
 from patch.memory.disk import on_host
 from patch.model import LlamaModel, build_llama_model, initialize_weights
-from patch.optimizer import OverlappedDistributedOptimizer, learning_rate
+from patch.optimizer import learning_rate
 from patch.plan.memory import RankBytes
 from patch.training.evaluation import evaluate
 from patch.training.hooks.hook import Record, TrainerHook
@@ -129,18 +129,9 @@ def build_seeded_run(
     return Run(config, context.device, groups, stages, optimizer, data)
 
 
-def save(
-    root: Path,
-    progress: Progress,
-    stages: list[LlamaModel],
-    optimizer: OverlappedDistributedOptimizer,
-    config_yaml: str = "",
-    *,
-    weights_only: bool = False,
-) -> None:
+def save(root: Path, progress: Progress, run: Run, *, weights_only: bool = False) -> None:
     """Write the result of `state_to_save`; return when it is written."""
-    state = state_to_save(progress, stages, optimizer, config_yaml, weights_only=weights_only)
-    save_checkpoint(root, progress.iteration, *state)
+    save_checkpoint(root, progress.iteration, *state_to_save(run, progress, weights_only=weights_only))
 
 
 def state_of(run: Run) -> RankBytes:
@@ -159,7 +150,7 @@ def resume_seeded_run(config: RunConfig) -> Run:
     root = checkpoint_root(config)
     progress = find_progress(root)
     if progress is not None:
-        resume(root, progress, run.stages, run.optimizer, config.training.seed, config.training.train_iters)
+        resume(run, root, progress)
         run.start_iteration = progress.iteration
     return run
 

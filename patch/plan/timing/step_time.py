@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import PRECISIONS
+from patch.config.choices import PRECISIONS, objective_traits
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.features.optimizers import moment_bytes
 from patch.layout.buckets import smallest_bucket
@@ -173,7 +173,7 @@ def step_time(config: RunConfig, machine: Machine) -> StepTime:
     """Return the planned time of a step."""
     costs = StepCosts(config, machine)
     parts, timing = list(_passes(costs)), costs.timing
-    if config.training.objective == "kto":
+    if objective_traits(config.training.objective).begins_with_forward:
         parts.insert(0, _reference_point(costs))
     if costs.schedule.pp_size > 1:
         formula = f"the order of passes, simulated; equal stages idle {costs.schedule.formula:.1%}"

@@ -122,14 +122,12 @@ class ProgressDisplay(TrainerHook):
             message += f"  validation loss {record['valid_loss']:.4f}"
         if "valid_ppl" in record:
             message += f"  perplexity {record['valid_ppl']:.3f}"
-        prefix = "valid_loss/"
-        losses = {key: loss for key, loss in record.items() if key.startswith(prefix)}
-        if losses:
-            each = ", ".join(f"{key.removeprefix(prefix)} {loss:.4f}" for key, loss in losses.items())
-            message += f"  ({each})"
-        of_hooks = (key for key in record if key != "iteration" and not key.startswith("valid_"))
-        of_hooks = (key for key in of_hooks if not key.endswith("_stderr"))
-        message += "".join(f"  {key} {record[key]:.4f}" for key in of_hooks)
+        of_sets = [key for key in record if key.startswith("valid_loss/")]
+        if of_sets:
+            losses = (f"{key.removeprefix('valid_loss/')} {record[key]:.4f}" for key in of_sets)
+            message += f"  ({', '.join(losses)})"
+        others = (key for key in record if key != "iteration" and not key.startswith("valid_"))
+        message += "".join(f"  {key} {record[key]:.4f}" for key in others if not key.endswith("_stderr"))
         if self._bar is not None:
             self._bar.print(message)
         else:
@@ -189,19 +187,16 @@ class StepProfile(TrainerHook):
         """Stop after the last step to record, start before the first one."""
         if iteration == self._steps[-1]:
             self._settle()
-            self._finish()
+            self.close()
         self._start_before(iteration + 1)
-
-    def close(self) -> None:
-        """Write the trace recorded so far."""
-        self._finish()
 
     def _start_before(self, iteration: int) -> None:
         if self._profiler is None and iteration in self._steps:
             self._profiler = step_profiler(is_cuda=self._is_cuda)
             self._profiler.start()
 
-    def _finish(self) -> None:
+    def close(self) -> None:
+        """Write the trace recorded so far."""
         if self._profiler is None:
             return
         self._profiler.stop()

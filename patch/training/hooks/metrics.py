@@ -10,8 +10,6 @@ import os
 import resource
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from patch.training.setup import Run
 from patch.training.step import StepResult
 
 _GIB = 2**30
-_MOST_BYTES = 4 * _GIB
+MOST_BYTES = 4 * _GIB
 """The largest metrics.jsonl that is read: ten million steps."""
 _LOSS_TITLE = "loss (mean over learned tokens, or over pairs)"
 _OF_EXPERTS = {
@@ -63,13 +61,15 @@ def measured(run: Run, result: StepResult, step_time_ms: float) -> dict[str, flo
     On a GPU, memory is GPU memory; on the CPU, it is the memory of the process. The loss is -inf on stages
     before the last.
     """
-    report, offload = run.optimizer.report(), {}
+    report, offload = run.optimizer.report(), dict[str, float]()
+    if (activations := run.activation_offload) is not None:  # compute waited for copies of this size
+        offload["activation_offload_gib"] = activations.pop_bytes() / _GIB
+        offload["activation_wait_ms"] = activations.pop_wait_ms()
     if report.speculation_failure_rate is not None:
         offload["speculation_failure_rate"] = report.speculation_failure_rate
     if run.config.optimizer.offload_folder is not None:  # since the start
         offload |= {"disk_moved_gib": report.disk_moved_bytes / _GIB, "disk_wait_s": report.disk_wait_s}
     return {
-        **_offloaded_activations(run),
         **offload,
         "loss": result.loss,
         **result.extra_metrics,
@@ -80,14 +80,6 @@ def measured(run: Run, result: StepResult, step_time_ms: float) -> dict[str, flo
         "host_memory_gib": psutil.Process().memory_info().rss / _GIB,
         "offload_fraction": report.offload_fraction,
     }
-
-
-def _offloaded_activations(run: Run) -> dict[str, float]:
-    """Return, with AC=offload, the size of this rank's copies to the host and the time compute waited."""
-    offload = run.activation_offload
-    if offload is None:
-        return {}
-    return {"activation_offload_gib": offload.pop_bytes() / _GIB, "activation_wait_ms": offload.pop_wait_ms()}
 
 
 def make_record(
@@ -222,7 +214,7 @@ def read_metrics(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records = []
-    for line in read_small(path, _MOST_BYTES).splitlines():
+    for line in read_small(path, MOST_BYTES).splitlines():
         with suppress(ValueError):
             record = parse_json(line)
             if _is_record(record):
@@ -247,13 +239,10 @@ class LossPlot(TrainerHook):
 
     def on_save(self, iteration: int) -> None:
         """Draw the losses up to the checkpoint."""
-        self._draw()
+        self.close()
 
     def close(self) -> None:
         """Draw all losses."""
-        self._draw()
-
-    def _draw(self) -> None:
         try:
             plot_losses(read_metrics(self._metrics), self._path)
         except OSError as error:
@@ -268,13 +257,14 @@ def plot_losses(records: list[Record], path: Path) -> None:
     keys = dict.fromkeys(key for record in records for key in record if "/" in key)
     of_sets = [(key, key.removeprefix("valid_loss/"), ".--") for key in keys if key.startswith("valid_loss/")]
     panels = {_LOSS_TITLE: [("loss", "training", "-"), ("valid_loss", "validation", "o-"), *of_sets]}
-    for name, title in _OF_EXPERTS.items():
-        if lines := [(key, f"layer {key.split('/')[1]}", "-") for key in keys if key.startswith(f"{name}/")]:
+    for name, title in {**_OF_EXPERTS, **_OF_PAIRS}.items():
+        label = "layer " if name in _OF_EXPERTS else ""
+        if lines := [(key, label + key.split("/")[1], "-") for key in keys if key.startswith(f"{name}/")]:
             panels[title] = lines
-    for name, title in _OF_PAIRS.items():
-        if lines := [(key, key.split("/")[1], "-") for key in keys if key.startswith(f"{name}/")]:
-            panels[title] = lines
-    panels |= _panels_of_tasks(keys)
+    for key in keys:
+        if key.startswith("tasks/") and not key.endswith("_stderr"):
+            _, task, metric = key.split("/", 2)
+            panels.setdefault(f"{_OF_TASKS}{metric}", []).append((key, task, "o-"))
     figure = Figure(figsize=(8, 5 * len(panels)))
     FigureCanvasAgg(figure)
     for number, (title, lines) in enumerate(panels.items(), 1):
@@ -291,12 +281,3 @@ def plot_losses(records: list[Record], path: Path) -> None:
         if 0 < len(axes.lines) <= _MOST_NAMED:
             axes.legend()
     figure.savefig(path, dpi=120)
-
-
-def _panels_of_tasks(keys: Iterable[str]) -> dict[str, list[tuple[str, str, str]]]:
-    panels: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
-    for key in keys:
-        if key.startswith("tasks/") and not key.endswith("_stderr"):
-            _, task, metric = key.split("/", 2)
-            panels[f"{_OF_TASKS}{metric}"].append((key, task, "o-"))
-    return panels

@@ -20,12 +20,11 @@ from patch.storage.names import CONFIG_FILE, DATA_RECORD_FILE, METRICS_FILE, REF
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_small
 from patch.training.hooks.hook import TrainerHook
-from patch.training.hooks.metrics import read_metrics
+from patch.training.hooks.metrics import MOST_BYTES, read_metrics
 
 _logger = get_logger(__name__)
 
 _RECORDS = (CONFIG_FILE, DATA_RECORD_FILE, REFERENCE_FILE)
-_MOST_BYTES = 1 << 32
 _CURE = "check the URL and the permissions of --save"
 _WAIT_S = 10.0
 """Seconds that the next save and the end of the run wait for a slow store."""
@@ -83,7 +82,7 @@ def _num_done(file: Path, start_iteration: int) -> int:
 
 def _take(source: RemotePath, target: Path) -> None:
     try:
-        content = read_small(source, _MOST_BYTES)
+        content = read_small(source, MOST_BYTES)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -102,7 +101,7 @@ class StoreMetrics(TrainerHook):
     def on_save(self, iteration: int) -> None:
         """Send the current file."""
         self.close()
-        self._sending = start_thread("send metrics", partial(self._send, read_small(self._file, _MOST_BYTES)))
+        self._sending = start_thread("send metrics", partial(self._send, read_small(self._file, MOST_BYTES)))
 
     def close(self) -> None:
         """Wait at most _WAIT_S seconds until the file is sent."""

@@ -90,6 +90,12 @@ class AnswerObjective(Objective):
         chosen, rejected = (each.sum().item() for each in self.shares(batch, 1.0))
         return chosen if self.unit == "pairs" else chosen + rejected
 
+    def global_mean(self, run: Run, values: Sequence[torch.Tensor]) -> float:
+        """Return the mean of the micro-batches' values [n] over the global batch; 0 without values."""
+        sums = [sum(each.sum().item() for each in values), sum(map(len, values))]
+        total, number = sum_over(run.groups.dp, sums, run.device)
+        return total / max(number, 1)
+
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
         """Return means, and `sums`: the summed log-probabilities of each sequence."""
         beta, shares = self.config.training.dpo_beta, self.shares(batch, divisor)
@@ -116,12 +122,8 @@ class AnswerObjective(Objective):
         return {f"valid_{key}": found[name] for key, name in _EVALUATED.items() if name in found}
 
 
-class Preference(AnswerObjective, ReferenceObjective):
+class Preference(ReferenceObjective, AnswerObjective):
     """DPO."""
-
-    def values(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Compare gains over the reference."""
-        return self.gains(sums, batch)
 
     def losses(self, of: Scores) -> torch.Tensor:
         """Return the losses of `--dpo-loss-type`, and the SFT loss of `--dpo-sft-weight`."""
@@ -161,13 +163,11 @@ class OddsRatio(AnswerObjective):
 
     def before_step(self, run: Run, batches: list[Batch]) -> None:
         """Count the tokens of the chosen sequences."""
-        tokens = 0.0
+        found = []
         for batch in batches:
             assert batch.cu_seqlens is not None, "a row has two sequences"
-            tokens += batch.cu_seqlens.diff()[batch.of_sequences["sign"] > 0].sum().item()
-        pairs = sum(map(self.count, batches)) * run.groups.cp.size()
-        tokens, pairs = sum_over(run.groups.dp, [tokens, pairs], run.device)
-        self._tokens_of_a_pair = max(tokens, 1.0) / max(pairs, 1.0)
+            found.append(batch.cu_seqlens.diff()[batch.of_sequences["sign"] > 0])
+        self._tokens_of_a_pair = self.global_mean(run, found) or 1.0
 
     def losses(self, of: Scores) -> torch.Tensor:
         """Compare the odds p / (1 - p), where p is the mean probability of a learned token."""
@@ -182,16 +182,14 @@ class OddsRatio(AnswerObjective):
         return {**report, "loss": report["loss"] + nll, "nll_loss": nll}
 
 
-class Kto(AnswerObjective, ReferenceObjective):
+class Kto(ReferenceObjective, AnswerObjective):
     """KTO."""
 
     unit = "rows"
     reported = (*AnswerObjective.reported[:-1], "kl", "desirable")
     """TRL's names, and the share of desirable answers."""
-    _kl, _lost = torch.zeros(()), torch.zeros(0, dtype=torch.int64)
+    _kl, _lost = 0.0, torch.zeros(0, dtype=torch.int64)
     """The reference point of the global batch; the numbers of answers whose part in it is not finite."""
-
-    values = Preference.values
 
     def passes(self, batches: list[Batch]) -> list[list[Batch]]:
         """Return the micro-batches, and those of the mismatched answers."""
@@ -202,15 +200,12 @@ class Kto(AnswerObjective, ReferenceObjective):
         _, others = self.passes(batches)
         with evaluating(run) if torch.is_grad_enabled() else nullcontext():
             reports = forward_only(run, others)
-        total, lost = [0.0, 0.0], [Kto._lost.to(run.device)]
+        found, lost = [], [Kto._lost.to(run.device)]
         for batch, report in zip((each.to(run.device) for each in others), reports, strict=False):
-            sign, gains = batch.of_sequences["sign"], self.gains(report["sums"], batch)
-            is_counted = (sign != 0) & gains.isfinite()
-            total = [total[0] + gains[is_counted].sum().item(), total[1] + is_counted.sum().item()]
-            lost.append(batch.of_sequences["number"][(sign != 0) & ~is_counted] - 1)
-        gain, number = sum_over(run.groups.dp, total, run.device)
-        self._kl = torch.tensor(max(gain / max(number, 1), 0.0), device=run.device)
-        self._lost = torch.cat(lost)
+            is_real, gains = batch.of_sequences["sign"] != 0, self.values(report["sums"], batch)
+            found.append(gains[is_real & gains.isfinite()])
+            lost.append(batch.of_sequences["number"][is_real & ~gains.isfinite()] - 1)
+        self._kl, self._lost = max(self.global_mean(run, found), 0.0), torch.cat(lost)
 
     def losses(self, of: Scores) -> torch.Tensor:
         """Return the loss of each answer; NaN if its mismatched answer is not finite."""
@@ -235,3 +230,9 @@ class Kto(AnswerObjective, ReferenceObjective):
                     found[f"{name}/{kind}"] /= max(size, 1e-6)
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         return found
+
+
+CLASSES: dict[str, type[AnswerObjective]] = {
+    "dpo": Preference, "orpo": OddsRatio, "simpo": SimpleMargin, "kto": Kto,
+}  # fmt: skip
+"""The classes by name of `--objective`."""

@@ -29,7 +29,7 @@ import torch
 from patch.config.schema import RunConfig
 from patch.data import Batch, DataSets
 from patch.data.packing import PairSource
-from patch.data.sft.options import sft_options
+from patch.data.sft.options import user_cache
 from patch.distributed.collectives import from_rank_0
 from patch.errors import CheckpointError, DataError
 from patch.logger import get_logger
@@ -62,8 +62,7 @@ class ReferenceObjective(Objective):
         self.reference = torch.zeros(0)
         """float32 [total sequences]: the reference sum of each sequence, by sequence number."""
         output = Path(config.checkpoint.output_path)
-        options = sft_options(config.data, output / DATA_CACHE_FOLDER, config.row_kind)
-        self._cache = Path(str(options.cache_dir)) / _FOLDER
+        self._cache = Path(config.data.cache_dir or user_cache(output / DATA_CACHE_FOLDER)) / _FOLDER
         self._keys_file = output / REFERENCE_FILE
 
     def build_datasets(self, tokenizer: Any, num_train_samples: Callable[[int], int]) -> DataSets:
@@ -74,14 +73,11 @@ class ReferenceObjective(Objective):
 
     def goes_on(self, run: Run) -> bool:
         """Return whether the original reference of a resumed run is available."""
-        keys = from_rank_0(partial(_keys_in, self._keys_file))
-        own = [(keys.get(each.source.fingerprint), each) for each in self.sets]
-        found = from_rank_0(lambda: [self._stored(*each) for each in own])
+        found = from_rank_0(self._all_stored)
         values = [each for each in found if each is not None]
-        if len(values) < len(self.sets):
-            return False
-        self.reference = torch.cat(values).to(run.device)
-        return True
+        if len(values) == len(self.sets):
+            self.reference = torch.cat(values).to(run.device)
+        return len(values) == len(self.sets)
 
     def prepare(self, run: Run) -> None:
         """Read the reference, or compute it with the current weights.
@@ -112,7 +108,7 @@ class ReferenceObjective(Objective):
         self.reference = torch.cat(values)
         from_rank_0(partial(write_record, self._keys_file, json.dumps(keys, indent=1) + "\n"))
 
-    def gains(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def values(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return what the sums of a batch's n sequences [n] have gained on the reference."""
         return sums - self.reference[batch.of_sequences["number"]]
 
@@ -162,6 +158,10 @@ class ReferenceObjective(Objective):
                 "same weights in the same precision",
                 field="load",
             )
+
+    def _all_stored(self) -> list[torch.Tensor | None]:
+        keys = _keys_in(self._keys_file)
+        return [self._stored(keys.get(each.source.fingerprint), each) for each in self.sets]
 
     def _stored(self, key: str | None, source: PairSource) -> torch.Tensor | None:
         """Return the reference of a set under a key, or None if it is missing or damaged."""

@@ -16,6 +16,7 @@ from unittest import mock
 import datasets
 import huggingface_hub
 import lm_eval
+from lm_eval import utils
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, TaskIndex
 from transformers import PreTrainedTokenizerBase
@@ -102,7 +103,8 @@ class Tasks:
         offline = mock.patch.multiple(datasets.config, HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
         hub = mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         alone = mock.patch.dict(os.environ, DISABLE_MULTIPROC="1", LOCAL_RANK="0")
-        with self._templates.in_use(), offline, hub, alone, redirect_stderr(StringIO()):
+        ours = mock.patch.object(utils, "apply_template", self._templates.render)
+        with ours, offline, hub, alone, redirect_stderr(StringIO()):
             with redirect_stdout(StringIO()):
                 yield
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -64,11 +65,10 @@ def answers_to(run: Run, questions: Sequence[Question]) -> list[Answer]:
     texts: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, question in enumerate(questions):
         texts[tuple(question.tokens)].append(number)
-    rows = _Rows(run, questions, texts)
     scores = torch.zeros(len(questions), 3, dtype=torch.float64)
     query = TokenQuery(run.config, lambda batch: ScoredTokens(batch.extra_tensors["choices"]))
     scored = dataclasses.replace(run, data=dataclasses.replace(run.data, objective=query))
-    for batches in rows.passes():
+    for batches in _passes(run, questions, texts):
         run.phases.enter(Phase.EVALUATION)
         for batch, report in zip(batches, forward_only(scored, batches), strict=False):
             _add(scores, batch, report["found"].cpu())
@@ -79,61 +79,57 @@ def answers_to(run: Run, questions: Sequence[Question]) -> list[Answer]:
     return [Answer(total, misses == 0, int(best)) for total, misses, best in scores.tolist()]
 
 
-class _Rows:
-    """Packed rows of texts, and this data-parallel rank's part; `texts`: tokens -> indices of questions."""
+def _passes(
+    run: Run, questions: Sequence[Question], texts: Mapping[tuple[int, ...], list[int]]
+) -> Iterator[list[Batch]]:
+    """Pack texts into rows, and yield this data-parallel rank's one-row micro-batches of each pass.
 
-    def __init__(
-        self, run: Run, questions: Sequence[Question], texts: Mapping[tuple[int, ...], list[int]]
-    ) -> None:
-        config, self._groups = run.config, run.groups
-        self._texts, self._questions = list(texts.items()), questions
-        sizes = np.array([len(text) for text, _ in self._texts])
-        self._count, is_fixed = 1, config.virtual_pipeline_size > 1
-        if is_fixed:  # interleaved stages need their fixed number of micro-batches
-            self._count = config.num_micro_batches
-        elif run.groups.pp.size() > 1:
-            self._count = _ROWS_OF_A_STAGE * run.groups.pp.size()
-        unit = _UNIT * 2 * run.groups.cp.size() * run.groups.tp.size()
-        share = math.ceil(sizes.sum() / (self._count * run.groups.dp.size()))
-        most = config.training.micro_batch_size * config.sample_length
-        shares = [share / math.ceil(share / most) * (1 + slack) for slack in _SLACKS]
-        lengths = {math.ceil(max(sizes.max(), each) / unit) * unit for each in shares}
-        multiple = run.groups.dp.size() * (self._count if is_fixed else 1)
-        found = [pack(sizes, length) for length in sorted(lengths)]
-        self._packs = min(found, key=lambda packs: math.ceil(len(packs) / multiple) * packs.capacity)
-        self._length = self._packs.capacity
-        self._num_own = math.ceil(len(self._packs) / multiple) * multiple // run.groups.dp.size()
-        self._width = max(len(numbers) for _, numbers in self._texts)
+    All ranks yield the same number. `texts`: tokens -> indices of questions.
+    """
+    config, groups, dp_size, asked = run.config, run.groups, run.groups.dp.size(), list(texts.items())
+    sizes = np.array([len(text) for text, _ in asked])
+    count, is_fixed = 1, config.virtual_pipeline_size > 1
+    if is_fixed:  # interleaved stages need their fixed number of micro-batches
+        count = config.num_micro_batches
+    elif groups.pp.size() > 1:
+        count = _ROWS_OF_A_STAGE * groups.pp.size()
+    unit = _UNIT * 2 * groups.cp.size() * groups.tp.size()
+    share = math.ceil(sizes.sum() / (count * dp_size))
+    most = config.training.micro_batch_size * config.sample_length
+    shares = [share / math.ceil(share / most) * (1 + slack) for slack in _SLACKS]
+    lengths = {math.ceil(max(sizes.max(), each) / unit) * unit for each in shares}
+    multiple = dp_size * (count if is_fixed else 1)
+    found = [pack(sizes, length) for length in sorted(lengths)]
+    packs = min(found, key=lambda packs: math.ceil(len(packs) / multiple) * packs.capacity)
+    width = max(map(len, texts.values()))
+    rows = range(groups.dp.rank(), math.ceil(len(packs) / multiple) * multiple, dp_size)
+    members = (packs[row].tolist() if row < len(packs) else [] for row in rows)
+    samples = (_sample([asked[i] for i in own], questions, packs.capacity, width) for own in members)
+    batches = (cut_batch(collate([sample]), Zigzag.of(groups.cp)) for sample in samples)
+    while of_pass := list(islice(batches, count)):
+        yield of_pass
 
-    def passes(self) -> Iterable[list[Batch]]:
-        """Yield this rank's one-row micro-batches of each pass; all ranks yield the same number."""
-        dp, zigzag = self._groups.dp, Zigzag.of(self._groups.cp)
-        rows = [number * dp.size() + dp.rank() for number in range(self._num_own)]
-        for begin in range(0, len(rows), self._count):
-            own = rows[begin : begin + self._count]
-            yield [cut_batch(collate([self._sample(row)]), zigzag) for row in own]
 
-    def _sample(self, row: int) -> Sample:
-        """Return a row as a sample; rows after the last have no texts."""
-        members = self._packs[row] if row < len(self._packs) else ()
-        tokens = torch.zeros(self._length, dtype=torch.int64)
-        choices, numbers = (torch.full((self._length, self._width), -1) for _ in range(2))
-        lengths, begin = [], 0
-        for member in map(int, members):
-            text, asking = self._texts[member]
-            end = begin + len(text)
-            tokens[begin:end] = torch.tensor(text)
-            for column, number in enumerate(asking):
-                answers = self._questions[number].answers
-                choices[end - len(answers) : end, column] = torch.tensor(answers)
-                numbers[end - len(answers) : end, column] = number
-            lengths.append(len(text))
-            begin = end
-        if begin < self._length:
-            lengths.append(self._length - begin)
-        of_tokens = {"choices": choices, "numbers": numbers}
-        borders = torch.tensor(lengths, dtype=torch.int32)
-        return Sample(tokens, tokens, torch.zeros(self._length), borders, of_tokens)
+def _sample(
+    texts: Sequence[tuple[tuple[int, ...], list[int]]], questions: Sequence[Question], size: int, width: int
+) -> Sample:
+    """Return a row of texts as a sample of `size` tokens; a row may have no texts."""
+    tokens = torch.zeros(size, dtype=torch.int64)
+    choices, numbers = (torch.full((size, width), -1) for _ in range(2))
+    lengths, begin = [], 0
+    for text, asking in texts:
+        end = begin + len(text)
+        tokens[begin:end] = torch.tensor(text)
+        for column, number in enumerate(asking):
+            answers = questions[number].answers
+            choices[end - len(answers) : end, column] = torch.tensor(answers)
+            numbers[end - len(answers) : end, column] = number
+        lengths.append(len(text))
+        begin = end
+    if begin < size:
+        lengths.append(size - begin)
+    of_tokens = {"choices": choices, "numbers": numbers}
+    return Sample(tokens, tokens, torch.zeros(size), torch.tensor(lengths, dtype=torch.int32), of_tokens)
 
 
 def _add(scores: torch.Tensor, batch: Batch, found: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ from patch.training.evaluation import evaluating
 from patch.training.hooks.checkpoint_retention import LOWEST_LOSS, Measure
 from patch.training.hooks.hook import Record, TrainerHook
 from patch.training.objectives.objective import Objective
-from patch.training.run_state import random_state, set_random_state
+from patch.training.run_state import unchanged_random_state
 from patch.training.setup import Run, RunData, build_run_optimizer, load_start
 from patch.training.tasks.scoring import Answer, Question, answers_to
 
@@ -71,6 +71,7 @@ class TaskScores(TrainerHook):
         return LOWEST_LOSS if name is None else Measure(f"tasks/{name}", tasks.is_higher_better(name))
 
 
+@unchanged_random_state()
 def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:
     """Return `Tasks.scores` on all ranks; a collective over the job, inside `evaluating`.
 
@@ -79,12 +80,11 @@ def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:
     Raises:
         PatchError: a task fails; on all ranks.
     """
-    before, timer = random_state(), LineTimer()
+    timer = LineTimer()
     if dist.get_rank():
         while True:
             received: list[Question] | dict[str, float] = from_rank_0(dict)
             if isinstance(received, dict):
-                set_random_state(before)
                 return received
             answers_to(run, received)
     is_answering = False
@@ -103,7 +103,6 @@ def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:
         if is_answering:  # the other ranks wait in the failed forward, not for a broadcast
             raise
         from_rank_0(partial(_fail, error))
-    set_random_state(before)
     _logger.info("tasks: %d scores in %.1f s", len(scores), timer.elapsed_s())
     return from_rank_0(lambda: scores)
 

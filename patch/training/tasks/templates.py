@@ -7,8 +7,6 @@ renders, which bounds time, memory and output. Each text is rendered once and ke
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -30,16 +28,6 @@ class Templates:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._process = BoundedMap(partial(_render, tokenizer))
         self._texts: dict[tuple[str | None, str], str] = {}
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Context in which lm-eval renders its templates by `render`."""
-        before = utils.apply_template
-        utils.apply_template = self.render
-        try:
-            yield
-        finally:
-            utils.apply_template = before
 
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         """Render a conversation; without a generation prompt, the last message stays open for continuation.

@@ -14,7 +14,6 @@ from patch.checkpoint.load import load_only_weights
 from patch.compat.checkpoint_format import COMMON_IS_OBJECT
 from patch.config import user_message
 from patch.errors import CheckpointError
-from patch.training.run_state import FIXES
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -105,7 +104,7 @@ def misfit(change: str) -> dict[str, torch.Tensor]:
 def test_load_refuses_what_does_not_fit_and_leaves_the_state_untouched(root, change, words):
     values = misfit(change)
     with pytest.raises(CheckpointError) as refused:
-        load_checkpoint(root, 7, sections(values), FIXES)
+        load_checkpoint(root, 7, sections(values))
     assert all(word in user_message(refused.value) for word in words), refused.value
     assert all(bool((tensor == 3).all()) for tensor in values.values())
 
@@ -129,7 +128,7 @@ def test_load_names_the_cure_for_tensors_that_one_side_has_not(tmp_path, keys, c
     few, many = tensors(), tensors() | {key: torch.ones(4, 4) for key in keys}
     save_checkpoint(tmp_path, 7, sections(many if is_stored else few), COMMON)
     with pytest.raises(CheckpointError) as refused:
-        load_checkpoint(tmp_path, 7, sections(few if is_stored else many), FIXES)
+        load_checkpoint(tmp_path, 7, sections(few if is_stored else many))
     message = user_message(refused.value)
     assert f"{'holds' if is_stored else 'lacks'} {sorted(keys)[0]}" in message and cure in message
     assert ("position 9" in message) == (cure == "position 9")

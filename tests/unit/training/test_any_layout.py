@@ -143,9 +143,9 @@ def go_through(rank: int, world_size: int, root: Path, kind: str, names: list[st
                 train_step(run, iteration)
         else:
             progress = find_progress(root / before)
-            resume(root / before, progress, run.stages, run.optimizer, seed=1234)
+            resume(run, root / before, progress)
             consumed = progress.consumed_samples
-        save(root / name, Progress(DONE, 8 * DONE), run.stages, run.optimizer)
+        save(root / name, Progress(DONE, 8 * DONE), run)
         losses = [train_step(run, iteration).loss for iteration in range(DONE, STEPS)]
         found[name] = max_over_world(losses, run.device), consumed
         run.optimizer.finish_param_sync()  # the gathers of a late host belong to this job

@@ -1,5 +1,6 @@
 """Which checkpoints a run leaves and marks as the best, and what its last one is good for."""
 
+import dataclasses
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from training_runs import build_seeded_run
 
 from patch.checkpoint import save_checkpoint
+from patch.config.fields import with_values
 from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_KEY, METRICS_FILE, all_iterations, iteration_name
@@ -72,9 +74,10 @@ def train_and_return(rank: int, world_size: int, config: RunConfig) -> tuple[str
     new_job()
     run = build_seeded_run(config)
     progress = find_progress(root)
+    longer = with_values(config, train_iters=config.training.train_iters + 1)
     with pytest.raises(CheckpointError) as refused:
-        resume(root, progress, run.stages, run.optimizer, 0, config.training.train_iters + 1)
-    resume(root, progress, run.stages, run.optimizer, 0, config.training.train_iters)
+        resume(dataclasses.replace(run, config=longer), root, progress)
+    resume(run, root, progress)
     equal = [all(map(torch.equal, weights_of(run), trained))]
     new_job()
     run = build_seeded_run(config)

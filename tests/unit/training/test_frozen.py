@@ -65,10 +65,10 @@ def train(
     before = [p.detach().clone() for p in run.stages[0].parameters() if not p.requires_grad]
     results = [train_step(run, index) for index in range(NUM_STEPS - 1)]
     if folder is not None:
-        save(folder, Progress(NUM_STEPS - 1, 4), run.stages, run.optimizer)
+        save(folder, Progress(NUM_STEPS - 1, 4), run)
         new_job()
         run = build_seeded_run(config, is_frozen=is_frozen)
-        resume(folder, Progress(NUM_STEPS - 1, 4), run.stages, run.optimizer, 0)
+        resume(run, folder, Progress(NUM_STEPS - 1, 4))
     results.append(train_step(run, NUM_STEPS - 1))
     valid = evaluate(run)["valid_loss"]
     with run.optimizer.full_weights():

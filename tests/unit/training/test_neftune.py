@@ -52,12 +52,12 @@ def run_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     run = build_seeded_run(small_run(**LOOP), folder)
     found["noise"] = [noise_of_step(run, iteration) for iteration in range(STEPS)]
     found["losses"] = [train_step(run, iteration).loss for iteration in range(2)]
-    save(folder / "runs", Progress(2, 8), run.stages, run.optimizer)
+    save(folder / "runs", Progress(2, 8), run)
     found["losses"] += [train_step(run, iteration).loss for iteration in range(2, STEPS)]
     found["losses"].append(evaluate(run)["valid_loss"])
     new_job()
     run = build_seeded_run(small_run(**LOOP))
-    resume(folder / "runs", Progress(2, 8), run.stages, run.optimizer, 0)
+    resume(run, folder / "runs", Progress(2, 8))
     found["resumed"] = [train_step(run, iteration).loss for iteration in range(2, STEPS)]
     new_job()
     return found

@@ -35,7 +35,7 @@ def exchange(folder: Path) -> dict[tuple[str, str], tuple[list[str], float]]:
     for theirs in DTYPES:
         run = build_seeded_run(small_run(precision=theirs, initial_loss_scale=1.0))
         train_step(run, 0)
-        save(folder / theirs / "checkpoint", Progress(1, 4), run.stages, run.optimizer)
+        save(folder / theirs / "checkpoint", Progress(1, 4), run)
         stored[theirs] = _weights(run)
         assert {weight.dtype for weight in stored[theirs].values()} == {DTYPES[theirs]}
         new_job()
@@ -61,7 +61,7 @@ def layouts_of_orders() -> list[dict[str, int | str]]:
     for order in ("tp-cp-dp-pp", "pp-tp", "tp-cp-pp-dp"):
         dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
         run = build_seeded_run(small_run(tp=2, pp=2, rank_order=order))
-        found.append(state_to_save(Progress(0, 0), run.stages, run.optimizer, "")[1]["layout"])
+        found.append(state_to_save(run, Progress(0, 0))[1]["layout"])
         shutdown()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the runner leaves one
     return found
@@ -81,9 +81,9 @@ def resume_over_damage(folder: Path) -> tuple[Progress | None, list[str], list]:
     """
     run = build_seeded_run(small_run(precision="fp8"))
     train_step(run, 0)
-    save(folder, Progress(1, 4), run.stages, run.optimizer)
+    save(folder, Progress(1, 4), run)
     saved, expected = digests(run), train_step(run, 1)
-    save(folder, Progress(2, 8), run.stages, run.optimizer)
+    save(folder, Progress(2, 8), run)
     data = folder / "iter_0000002" / "__0_0.distcp"
     contents = bytearray(data.read_bytes())
     contents[len(contents) // 2] ^= 1
@@ -93,7 +93,7 @@ def resume_over_damage(folder: Path) -> tuple[Progress | None, list[str], list]:
     for precision in ("fp8", "bf16"):
         new_job()
         run = build_seeded_run(small_run(seed=7, precision=precision))
-        resume(folder, found, run.stages, run.optimizer, 7)
+        resume(run, folder, found)
         assert digests(run) == saved
         again = train_step(run, 1)
         is_same += [again.loss == expected.loss, again.grad_norm == expected.grad_norm]
@@ -120,7 +120,7 @@ def run_upstream(folder: Path) -> bool:
     run = build_seeded_run(small_run(rope_original_max_position=8192))
     with torch.enable_grad():
         train_step(run, 0)
-    save(folder, Progress(1, 8), run.stages, run.optimizer)
+    save(folder, Progress(1, 8), run)
     (model,) = run.stages
     upstream = upstream_stage(run.config, run.groups, 0)
     loaded = dist_checkpointing.load(upstream.sharded_state_dict(), str(folder / "iter_0000001"))

@@ -71,7 +71,7 @@ def run_loading(rank: int, world_size: int, folder: Path) -> list[dict[str, np.n
         run = Run(config, CPU.device, groups, stages, optimizer, RunData(Objective(config), None, {}))
         _load(run, folder, None)
         if not is_adapted:
-            save(folder, Progress(1, 1), stages, optimizer, weights_only=True)
+            save(folder, Progress(1, 1), run, weights_only=True)
             (folder / "iter_0000001").rename(folder / "checkpoint")
         names = [name for name, _ in iter_hf_weights(stages, config.model, groups)]
         assert len(names) == len({*names}) and not any("adapter" in name for name in names)
