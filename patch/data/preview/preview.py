@@ -23,7 +23,7 @@ from patch.config.choices import RowKind
 from patch.config.data_spec import DataPart, files_of, format_data, sets_of
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.packing import SOURCES, pack
+from patch.data.packing import SOURCES
 from patch.data.preview.figures import Figures, figures_of_rows
 from patch.data.preview.terminal import print_figures, print_legend, print_row, terminal
 from patch.data.preview.tokens import ShownRow, ShownToken, TokenTexts
@@ -166,9 +166,7 @@ class Preview:
             if sum(file.stat().st_size for file in files_of(part.path, _FIELD)) > _SMALL_BYTES:
                 return None
             source = load_sft(Path(part.path), tokenizer, length, replace(options, cache_dir=None))
-        if self.row_kind in SOURCES:
-            return len(SOURCES[self.row_kind](source, length, is_packed=data.packing))
-        return len(pack(source.sizes, length)) if data.packing else len(source)
+        return len(SOURCES[self.row_kind](source, length, is_packed=data.packing))
 
     def _options(self, fallback_cache: Path) -> SftOptions:
         return sft_options(self.data, fallback_cache, self.row_kind)
