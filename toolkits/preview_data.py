@@ -55,7 +55,8 @@ def _preview(options: argparse.Namespace) -> int:
     from patch.compat import quick_start
 
     with quick_start():
-        from patch.data.preview import Preview, terminal
+        from patch.data.preview.preview import Preview
+        from patch.data.preview.terminal import terminal
     from patch.data.tokenizer import load_tokenizer
 
     data, tokenizer, row_kind = _settings(options)

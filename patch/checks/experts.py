@@ -73,12 +73,6 @@ def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:
     ):
         why = "a softmax over the one expert of a token is 1, whatever the router says"
         refuse("moe_router_pre_softmax", "false", f"true with {where('moe_router_topk')} 1", why)
-    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
-        why = "the bias is added to sigmoid scores (DeepSeek-V3)"
-        refuse("moe_router_enable_expert_bias", "true", "false, or sigmoid scores", why)
-    if model.moe_shared_expert_gate and not model.moe_shared_expert_intermediate_size:
-        expected = f"false, or a width at {where('moe_shared_expert_intermediate_size')}"
-        refuse("moe_shared_expert_gate", "true", expected, "no expert has all tokens")
     if model.precision_align is not None and family_of(model) is None:
         why, cure = reason_without_hf_class(model)
         refuse("precision_align", model.precision_align, f"none, or {cure}", why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from patch.config.choices import MOMENT_BLOCK
-from patch.config.fields import FIELDS, scalar_of, value_of
+from patch.config.fields import value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -14,10 +14,6 @@ from patch.families import WeightRow, weight_rows, widths
 from patch.families.adapters import adapter_rows
 from patch.features.backends import FP8_MULTIPLE, no_transformer_engine
 
-_FLAGS = (
-    "fp8_format", "fp8_recipe", "first_last_layers_bf16", "disable_parameter_transpose_cache",
-    "fp8_param_gather",
-)  # fmt: skip
 _FIRST_CAPABILITY = (8, 9)
 """Lowest compute capability with fp8 matmuls (Ada, Hopper and later)."""
 
@@ -32,12 +28,8 @@ def scaling_is_built(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def fp8_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """Refuse fp8 without support by device or model, and flags of fp8 without fp8."""
+    """Refuse fp8 without support by device or model."""
     if not config.is_fp8:
-        for field in _FLAGS:
-            if value_of(config, field) != FIELDS[field].default:
-                expected, why = f"fp8 at {where('precision')} beside it", "it has an effect only with fp8"
-                refuse(field, str(scalar_of(config, field)).lower(), expected, why)
         return
     if machine.cuda_devices and machine.compute_capability < _FIRST_CAPABILITY:
         major, minor = machine.compute_capability

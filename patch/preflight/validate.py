@@ -270,14 +270,9 @@ def services_are_installed(config: RunConfig, machine: MachineFacts) -> None:
 
 def hub_takes_the_export(config: RunConfig, machine: MachineFacts) -> None:
     """Require --push-to-hub to be a repository that the export may create or update."""
-    repo, how = config.checkpoint.push_to_hub, config.checkpoint.push_to_hub_as
-    if repo is None:
-        if how != "private":
-            refuse("push_to_hub_as", how, "private", "there is no --push-to-hub")
-        return
-    if not config.checkpoint.export_hf:
-        refuse("push_to_hub", repo, "none, or --export-hf", "nothing is exported")
-    if lack := lack_of_repository(repo, Path(config.checkpoint.output_path) / PUSHED_FILE, how):
+    checkpoint = config.checkpoint
+    repo, pushed = checkpoint.push_to_hub, Path(checkpoint.output_path) / PUSHED_FILE
+    if repo is not None and (lack := lack_of_repository(repo, pushed, checkpoint.push_to_hub_as)):
         refuse("push_to_hub", repo, "ORG/NAME of a repository that the run may create", lack)
 
 
@@ -306,9 +301,6 @@ def teacher_is_of_this_run(config: RunConfig, machine: MachineFacts) -> None:
     """Require a store of a teacher (--distill-from) of the run's vocabulary and temperature."""
     data = config.data
     if data.distill_from is None:
-        for field in ("distill_alpha", "distill_temperature"):
-            if value_of(config, field) != FIELDS[field].default:
-                refuse(field, value_of(config, field), "--distill-from too", "no teacher is named")
         return
     header = read_header(data.distill_from)
     for field, theirs in (("vocab_size", header.vocab_size), ("distill_temperature", header.temperature)):

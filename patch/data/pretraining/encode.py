@@ -11,8 +11,8 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import missing_keys
-from patch.data.readers import Row, SetReader
+from patch.data.formats.keys import missing_keys
+from patch.data.readers.rows import Row, SetReader
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.tokenizer import special_tokens, vocabulary_size
 from patch.errors import DataError

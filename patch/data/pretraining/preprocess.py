@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 import patch
 from patch.data.pretraining.encode import EncodedBatch, Encoder, document_reader, encode_in_order
 from patch.data.pretraining.provenance import Provenance, path_of, vocabulary_hash
-from patch.data.readers import shown_progress
+from patch.data.readers.rows import shown_progress
 from patch.data.tokenizer import vocabulary_size
 from patch.errors import DataError
 from patch.logger import get_logger

@@ -27,7 +27,7 @@ from patch.data.packing import SOURCES
 from patch.data.preview.figures import Figures, figures_of_rows
 from patch.data.preview.terminal import print_figures, print_legend, print_row, terminal
 from patch.data.preview.tokens import ShownRow, ShownToken, TokenTexts
-from patch.data.readers import read_rows
+from patch.data.readers.rows import read_rows
 from patch.data.sft.options import SftOptions, sft_options
 from patch.data.sft.rows import Item, TokenizedRow
 from patch.data.sft.source import find_sft, load_sft, start_workers

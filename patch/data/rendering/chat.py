@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import Conversation, Message, Text
+from patch.data.formats.turns import Conversation, Message, Text
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.rendering.spans import RenderOptions, Span, SpecialTokenMarker
 from patch.data.rendering.template import FOREIGN_CURE, PROBE, MarkedChat, Template

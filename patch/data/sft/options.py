@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.choices import LongSamples, RowKind
 from patch.config.data_spec import parse_columns
 from patch.config.schema import DataConfig
-from patch.data.formats import FormatOptions
-from patch.data.rendering import RenderOptions
+from patch.data.formats.turns import FormatOptions
+from patch.data.rendering.spans import RenderOptions
 from patch.data.tokenizer import special_tokens
 from patch.device import usable_cores
 from patch.storage.places import StrPath

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.data_spec import files_of
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import packed_sample
-from patch.data.readers import Row, SetReader, shown_progress
+from patch.data.readers.rows import Row, SetReader, shown_progress
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.samples import Sample
 from patch.data.sft.cache import TokenCache, TokenizedSet, TokenWriter, tokenized_in_memory
