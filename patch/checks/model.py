@@ -17,6 +17,7 @@ from patch.families import (
     reason_without_hf_class,
     traits_of,
 )
+from patch.families.selection import check_selection
 from patch.features.table import LATENTS
 
 
@@ -60,6 +61,11 @@ def latent_attention_is_whole(config: RunConfig, machine: MachineFacts) -> None:
     if model.use_rope_scaling and model.rope_scaling_type != "yarn":
         why = "latent attention has no other scaling of RoPE yet"
         refuse("rope_scaling_type", model.rope_scaling_type, "yarn", why)
+
+
+def frozen_weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
+    """Require --freeze and --train-only to name whole parameters, and to leave some to train."""
+    check_selection(config.model, config.selection)
 
 
 def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:

@@ -11,7 +11,7 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.families import WeightRow, weight_rows, widths
-from patch.families.adapters import adapter_rows
+from patch.families.adapters import BLOCK, adapter_rows, base_rows, targets_are_there
 from patch.features.backends import FP8_MULTIPLE, no_transformer_engine
 
 _FIRST_CAPABILITY = (8, 9)
@@ -111,6 +111,14 @@ def rows_are_whole_blocks(
             fitting = f"a size that divides {whole // block}" if whole > block else "1"
             fitting += f" beside {where(field)} {got}"
             refuse(size, parts, fitting, f"a row of {name} would be cut within a block of {block} values")
+
+
+def adapters_are_possible(config: RunConfig, machine: MachineFacts) -> None:
+    """Require at least one adapted layer, and whole nf4 blocks in each rank's rows."""
+    if config.adapter.is_on:
+        targets_are_there(config.model, config.adapter)
+    if config.adapter.quantize_base:
+        rows_are_whole_blocks(config, base_rows(config.model), BLOCK, "quantize_base", "none")
 
 
 def loss_scale_fits(config: RunConfig, machine: MachineFacts) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from patch.checks import activations, adapters, experts, layout, model, needs, precision, run_length
+from patch.checks import activations, experts, layout, model, needs, precision, run_length
 from patch.config.fields import FIELDS, Field, value_of
 from patch.config.positions import refuse
 from patch.config.schema import RunConfig
@@ -74,8 +74,8 @@ RULES: tuple[Rule, ...] = (
     experts.experts_are_distributed,
     experts.experts_share_pipelines,
     features_agree,
-    adapters.adapters_are_possible,
-    adapters.frozen_weights_are_there,
+    precision.adapters_are_possible,
+    model.frozen_weights_are_there,
     precision.moments_are_whole_blocks,
     run_length.global_batch_divides,
     layout.interleaving_has_enough_batches,
