@@ -56,7 +56,7 @@ def _preview(options: argparse.Namespace) -> int:
 
     with quick_start():
         from patch.data.preview.preview import Preview
-        from patch.data.preview.terminal import terminal
+        from patch.data.preview.tokens import terminal
     from patch.data.tokenizer import load_tokenizer
 
     data, tokenizer, row_kind = _settings(options)

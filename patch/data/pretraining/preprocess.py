@@ -23,11 +23,12 @@ from transformers import PreTrainedTokenizerBase
 import patch
 from patch.data.formats.keys import missing_keys
 from patch.data.pretraining.provenance import Provenance, path_of, vocabulary_hash
-from patch.data.readers.rows import Row, SetReader, shown_progress
+from patch.data.readers.rows import Row, SetReader
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.tokenizer import special_tokens, vocabulary_size
 from patch.errors import DataError
 from patch.logger import get_logger
+from patch.progress import shown_progress
 from patch.storage.atomic import publish_file
 
 _logger = get_logger(__name__)
@@ -86,7 +87,7 @@ def write_indexed(
                 sets[key] = _Set(key, prefix, encoder)
                 cleanup.callback(sets[key].discard)
             reader, began = document_reader(files, list(outputs), splits_text=splits_text), time.monotonic()
-            show = cleanup.enter_context(shown_progress("tokenizing", reader))
+            show = cleanup.enter_context(shown_progress("tokenizing", 1))
             encoded = encode_in_order(reader.batches(), encoder, workers)
             for batches in cleanup.enter_context(closing(encoded)):
                 for each, batch in zip(sets.values(), batches, strict=True):
@@ -94,7 +95,7 @@ def write_indexed(
                 tokens = sum(each.written.tokens for each in sets.values())
                 rate = tokens / (time.monotonic() - began)
                 documents = max(each.written.documents for each in sets.values())
-                show(f"{documents} documents, {tokens} tokens, {rate:.0f} tokens/s")
+                show(reader.share, f"{documents} documents, {tokens} tokens, {rate:.0f} tokens/s")
             for each in sets.values():
                 if not each.written.tokens:
                     names = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")

@@ -25,12 +25,19 @@ from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import SOURCES
 from patch.data.preview.figures import Figures, figures_of_rows
-from patch.data.preview.terminal import print_figures, print_legend, print_row, terminal
-from patch.data.preview.tokens import ShownRow, ShownToken, TokenTexts
+from patch.data.preview.tokens import (
+    ShownRow,
+    ShownToken,
+    TokenTexts,
+    print_figures,
+    print_legend,
+    print_row,
+    terminal,
+)
 from patch.data.readers.rows import read_rows
 from patch.data.sft.options import SftOptions, sft_options
 from patch.data.sft.rows import Item, TokenizedRow
-from patch.data.sft.source import find_sft, load_sft, start_workers
+from patch.data.sft.source import is_cached, load_sft, start_workers
 from patch.data.tokenizer import check_vocabulary, load_tokenizer
 from patch.errors import ConfigError, DataError, about
 from patch.storage.names import DATA_CACHE_FOLDER
@@ -161,11 +168,11 @@ class Preview:
 
             return train_samples(part, data, model, tokenizer)
         options = self._options(fallback_cache)
-        source = find_sft(Path(part.path), tokenizer, length, options)
-        if source is None:
+        if not is_cached(Path(part.path), tokenizer, length, options):
             if sum(file.stat().st_size for file in files_of(part.path, _FIELD)) > _SMALL_BYTES:
                 return None
-            source = load_sft(Path(part.path), tokenizer, length, replace(options, cache_dir=None))
+            options = replace(options, cache_dir=None)
+        source = load_sft(Path(part.path), tokenizer, length, options)
         return len(SOURCES[self.row_kind](source, length, is_packed=data.packing))
 
     def _options(self, fallback_cache: Path) -> SftOptions:

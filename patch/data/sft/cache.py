@@ -131,9 +131,9 @@ class TokenCache:
             _logger.info("%s: tokens from %s (%s, made on %s)", name, entry, _size(found), f"{made:%d %b %Y}")
         return found
 
-    def find(self, key: str) -> TokenizedSet | None:
-        """Return the set of this key, or None if the cache lacks it."""
-        return self._read(self._sets / key[:32], key)
+    def has(self, key: str) -> bool:
+        """Return whether the cache has the set of this key."""
+        return self._read(self._sets / key[:32], key) is not None
 
     def _read(self, entry: Path, key: str) -> TokenizedSet | None:
         """Return the set in a folder, or None if it is missing or damaged. Damage is logged."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.data_spec import files_of
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import packed_sample
-from patch.data.readers.rows import Row, SetReader, shown_progress
+from patch.data.readers.rows import Row, SetReader
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.samples import Sample
 from patch.data.sft.cache import TokenCache, TokenizedSet, TokenWriter, tokenized_in_memory
@@ -28,6 +28,7 @@ from patch.data.sft.rows import Item, RowTokenizer, TokenizedRow
 from patch.data.tokenizer import padding_id
 from patch.errors import DataError
 from patch.preflight.data_record import SetRecord
+from patch.progress import shown_progress
 from patch.storage.places import StrPath
 
 _DEFAULT = SftOptions()
@@ -135,28 +136,20 @@ def load_sft(
     return SftSource(tokens, name, tokenizer, sequence_length, origin)
 
 
-def find_sft(
+def is_cached(
     path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int, options: SftOptions
-) -> SftSource | None:
-    """Return the set as `load_sft` does if the token cache has it and no file has changed, else None. No row
-    is read or tokenized. The tokenizer must already have its chat template.
+) -> bool:
+    """Return whether `load_sft` would find the set in the token cache, without reading a file of rows again.
+    The tokenizer must already have its chat template.
 
     Raises:
-        DataError: there is no such file, or a larger share than `options.max_dropped_share` is dropped.
+        DataError: there is no such file.
     """
-    name, files = str(path), files_of(str(path))
-    if options.cache_dir is None:
-        return None
-    cache = TokenCache(Path(options.cache_dir))
+    files, cache = files_of(str(path)), TokenCache(Path(str(options.cache_dir)))
     hashes = [digest for file in files if (digest := cache.hashes.remembered(file)) is not None]
     if len(hashes) < len(files):
-        return None
-    key, origin = _origin(files, hashes, tokenizer, options, sequence_length)
-    tokens = cache.find(key)
-    if tokens is None:
-        return None
-    tokens.report.log(name, options.max_dropped_share)
-    return SftSource(tokens, name, tokenizer, sequence_length, origin)
+        return False
+    return cache.has(_origin(files, hashes, tokenizer, options, sequence_length)[0])
 
 
 def _origin(
@@ -215,7 +208,7 @@ def tokenize(
 
     reader = SetReader(files, item, _ROWS_AT_ONCE, _BYTES_AT_ONCE)
     tokenized = start_workers(tokenizer, options, length)
-    with shown_progress(f"tokenizing {name}", reader) as show:
+    with shown_progress(f"tokenizing {name}", 1) as show:
         for items, rows in tokenized(reader.batches()):
             for item_of_row, row in zip(items, rows, strict=True):
                 report.add(item_of_row.place, row)
@@ -225,7 +218,7 @@ def tokenize(
                 [size for row in rows for size in row.sizes],
             )
             writer.share = reader.share
-            show(f"{report.rows} rows")
+            show(reader.share, f"{report.rows} rows")
     return report
 
 

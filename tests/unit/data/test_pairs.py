@@ -18,7 +18,7 @@ from patch.data import collate
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.packing import PairSource, UnpairedSource, mismatched
 from patch.data.preview.preview import Preview
-from patch.data.preview.terminal import terminal
+from patch.data.preview.tokens import terminal
 from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource, load_sft
 from patch.errors import DataError
