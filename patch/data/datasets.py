@@ -87,8 +87,7 @@ def build_datasets(
         if data.dataset_type == "idxmap":
             from patch.data.pretraining.indexed_sft import load_indexed_sft
 
-            sizes = {"sequence_length": model.seq_length, "vocab_size": model.vocab_size}
-            return load_indexed_sft(path, tokenizer, **sizes)
+            return load_indexed_sft(path, tokenizer, model)
         ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
         return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, row_kind))
 

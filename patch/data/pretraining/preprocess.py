@@ -24,7 +24,7 @@ import patch
 from patch.data.formats.keys import missing_keys
 from patch.data.pretraining.provenance import Provenance, path_of, vocabulary_hash
 from patch.data.readers.rows import Row, SetReader
-from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
+from patch.data.rendering.bounded_process import BoundedMap
 from patch.data.tokenizer import special_tokens, vocabulary_size
 from patch.errors import DataError
 from patch.logger import get_logger
@@ -263,12 +263,10 @@ def encode_in_order(
     if workers == 1:
         yield from map(encoder, batches)
         return
-    pool = BoundedMap(encoder, workers, bounded=False)
-    try:
-        for _, (encoded,) in pool([batch] for batch in batches):
-            yield encoded
-    except ChildEndedError as error:
-        raise DataError(
-            f"one of {workers} worker processes was killed, perhaps because memory ran out; "
-            "expected enough memory for all; lower --workers"
-        ) from error
+    killed = DataError(
+        f"one of {workers} worker processes was killed, perhaps because memory ran out; "
+        "expected enough memory for all; lower --workers"
+    )
+    pool = BoundedMap(encoder, workers, bounded=False, error=lambda ended: killed)
+    for _, (encoded,) in pool([batch] for batch in batches):
+        yield encoded

@@ -162,8 +162,7 @@ class Preview:
             if sft:
                 from patch.data.pretraining.indexed_sft import load_indexed_sft
 
-                sizes = {"sequence_length": model.seq_length, "vocab_size": model.vocab_size}
-                return len(load_indexed_sft(part.path, tokenizer, **sizes))
+                return len(load_indexed_sft(part.path, tokenizer, model))
             from patch.data.pretraining.run_sets import train_samples
 
             return train_samples(part, data, model, tokenizer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from patch.config.data_spec import files_of
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import packed_sample
 from patch.data.readers.rows import Row, SetReader
-from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
+from patch.data.rendering.bounded_process import BoundedMap
 from patch.data.samples import Sample
 from patch.data.sft.cache import TokenCache, TokenizedSet, TokenWriter, tokenized_in_memory
 from patch.data.sft.options import SftOptions, origin_of, set_key
 from patch.data.sft.report import SetReport
-from patch.data.sft.rows import Item, RowTokenizer, TokenizedRow
+from patch.data.sft.rows import Item, RowTokenizer
 from patch.data.tokenizer import padding_id
 from patch.errors import DataError
 from patch.preflight.data_record import SetRecord
@@ -35,11 +35,6 @@ _DEFAULT = SftOptions()
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 1 << 18
 """Limits of one batch. They also limit the memory: each worker has a batch, and a few more batches wait."""
-
-Work = Callable[[Iterable[list[Item]]], Iterator[tuple[list[Item], list[TokenizedRow]]]]
-"""Function that returns each batch of rows with its tokenized rows, in order. It raises a DataError for a row
-that has no known format, or cannot be rendered or encoded."""
-
 
 class SftSource(Dataset[Sample]):
     """Tokenized conversations; a sample is padded when it is read.
@@ -222,22 +217,15 @@ def tokenize(
     return report
 
 
-def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> Work:
-    """Start the processes that tokenize rows. They end with the function that is returned.
+def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> BoundedMap:
+    """Start the processes that map lists of `Item`s to `TokenizedRow`s. The map raises a DataError for a row
+    that has no known format, or cannot be rendered or encoded.
 
     Raises:
         TrainingError: the processes cannot be started.
     """
     work = RowTokenizer(tokenizer, options, length)
-    rows = BoundedMap(work, options.num_workers)
-
-    def tokenized(batches: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[TokenizedRow]]]:
-        try:
-            yield from rows(batches)
-        except ChildEndedError as error:
-            raise work.renderer.child_error(error) from error
-
-    return tokenized
+    return BoundedMap(work, options.num_workers, error=work.renderer.child_error)
 
 
 def names_of(files: Sequence[Path]) -> list[str]:
