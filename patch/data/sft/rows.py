@@ -17,8 +17,7 @@ from patch.data.formats.keys import columns_in
 from patch.data.formats.rows import read_row
 from patch.data.formats.turns import Conversation, Text
 from patch.data.rendering.chat import ChatRenderer
-from patch.data.rendering.encoder import SpanEncoder
-from patch.data.rendering.spans import Span
+from patch.data.rendering.spans import Span, SpanEncoder
 from patch.data.sft.options import SftOptions
 from patch.data.sft.truncation import Headers, Tokens, cut
 from patch.errors import DataError

@@ -25,8 +25,7 @@ from patch.data.formats.rows import to_conversation, to_pair, to_unpaired
 from patch.data.formats.turns import Conversation, FormatOptions, Text
 from patch.data.readers.rows import read_rows
 from patch.data.rendering.chat import ChatRenderer
-from patch.data.rendering.encoder import SpanEncoder
-from patch.data.rendering.spans import RenderOptions, unmarked
+from patch.data.rendering.spans import RenderOptions, SpanEncoder, unmarked
 from patch.errors import DataError
 
 FILE = Path(__file__).with_name("answers.txt")

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from patch.data.formats.rows import to_conversation
 from patch.data.formats.turns import Conversation
 from patch.data.rendering.chat import ChatRenderer
-from patch.data.rendering.encoder import SpanEncoder
+from patch.data.rendering.spans import SpanEncoder
 
 _FOLDER = os.environ.get("TRL", "")
 pytestmark = pytest.mark.skipif(not _FOLDER, reason="TRL names no folder with trl")
