@@ -17,11 +17,10 @@ def experts_are_distributed(config: RunConfig, machine: MachineFacts) -> None:
     model, ep_size, etp_size = config.model, config.experts.expert_model_parallel_size, config.etp_size
     if not model.num_experts:
         return
+    why = f"a layer has {model.num_experts} experts"
     if model.moe_router_topk > model.num_experts:
-        why = f"a layer has {model.num_experts} experts"
         refuse("moe_router_topk", model.moe_router_topk, f"at most {model.num_experts}", why)
     if model.num_experts % ep_size:
-        why = f"a layer has {model.num_experts} experts"
         refuse(_EP, ep_size, f"one of {divisors(model.num_experts)}", why)
     tp_size = config.parallel.tensor_model_parallel_size
     pp_size = config.parallel.pipeline_model_parallel_size

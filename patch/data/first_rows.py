@@ -28,7 +28,7 @@ def check_first_rows(data: DataConfig, row_kind: RowKind) -> None:
     for field, parts in sets_of(data).items():
         with about(field):
             for part in parts:
-                for file in files_of(part.path, field)[:_MOST_FILES]:
+                for file in files_of(part.path)[:_MOST_FILES]:
                     if _is_large_list(file):
                         continue
                     for row in islice(read_rows(file), _MOST_ROWS):

@@ -168,7 +168,7 @@ class Preview:
             return train_samples(part, data, model, tokenizer)
         options = self._options(fallback_cache)
         if not is_cached(Path(part.path), tokenizer, length, options):
-            if sum(file.stat().st_size for file in files_of(part.path, _FIELD)) > _SMALL_BYTES:
+            if sum(file.stat().st_size for file in files_of(part.path)) > _SMALL_BYTES:
                 return None
             options = replace(options, cache_dir=None)
         source = load_sft(Path(part.path), tokenizer, length, options)
@@ -194,7 +194,8 @@ class Preview:
         options = replace(self._options(Path()), cache_dir=None, num_workers=1)
         length, texts = self.data.max_padding_length, TokenTexts(self.tokenizer)
         for part in self.parts:
-            files = files_of(part.path, _FIELD)
+            with about(_FIELD):
+                files = files_of(part.path)
             items = list(islice(_items(files), count)) if number is None else _numbered(files, number)
             for _, rows in start_workers(self.tokenizer, options, length)([items]):
                 for item, row in zip(items, rows, strict=True):

@@ -22,7 +22,7 @@ from patch.data.readers.rows import Row, SetReader
 from patch.data.rendering.bounded_process import BoundedMap
 from patch.data.samples import Sample
 from patch.data.sft.cache import TokenCache, TokenizedSet, TokenWriter, tokenized_in_memory
-from patch.data.sft.options import SftOptions, origin_of, set_key
+from patch.data.sft.options import SftOptions, origin_of
 from patch.data.sft.report import SetReport
 from patch.data.sft.rows import Item, RowTokenizer
 from patch.data.tokenizer import padding_id
@@ -125,7 +125,7 @@ def load_sft(
                 raise DataError(f"{file} has changed while it was read; start again when it is complete")
         return report
 
-    key, origin = _origin(files, hashes, tokenizer, options, sequence_length)
+    key, origin = origin_of(hashes, tokenizer, options, sequence_length)
     tokens = tokenized_in_memory(build) if cache is None else cache.get(key, name, build)
     tokens.report.log(name, options.max_dropped_share)
     return SftSource(tokens, name, tokenizer, sequence_length, origin)
@@ -141,32 +141,20 @@ def is_cached(
         DataError: there is no such file.
     """
     files, cache = files_of(str(path)), TokenCache(Path(str(options.cache_dir)))
-    hashes = [digest for file in files if (digest := cache.hashes.remembered(file)) is not None]
-    if len(hashes) < len(files):
-        return False
-    return cache.has(_origin(files, hashes, tokenizer, options, sequence_length)[0])
+    named = zip(names_of(files), map(cache.hashes.remembered, files), strict=True)
+    hashes = [(name, digest) for name, digest in named if digest is not None]
+    key, _ = origin_of(hashes, tokenizer, options, sequence_length)
+    return len(hashes) == len(files) and cache.has(key)
 
 
-def _origin(
-    files: list[Path],
-    hashes: list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    options: SftOptions,
-    length: int,
-) -> tuple[str, dict[str, str]]:
-    origin = origin_of(tokenizer, options, length)
-    key = set_key(list(zip(names_of(files), hashes, strict=False)), origin)
-    rows = {"the rows": sha256(" ".join(hashes).encode()).hexdigest()} if hashes else {}
-    return key, origin | rows
-
-
-def _hash(files: list[Path], cache: TokenCache | None) -> list[str]:
-    """Return the hashes of the files' contents, or an empty list without a cache."""
+def _hash(files: list[Path], cache: TokenCache | None) -> list[tuple[str, str]]:
+    """Return each file's name in the report and the hash of its content, or an empty list without a cache."""
     for file in files:
         if file.exists() and not file.is_file():
             raise DataError(f"{file}: is a pipe or a device, expected a file of rows")
     try:
-        return [] if cache is None else [cache.hashes.sha256(file) for file in files]
+        digests = [] if cache is None else [cache.hashes.sha256(file) for file in files]
+        return list(zip(names_of(files), digests, strict=False))
     except OSError as error:
         raise DataError(
             f"{error.filename}: cannot be read: {error.strerror}; expected a file of rows"
