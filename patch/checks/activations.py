@@ -50,9 +50,12 @@ _AUTO = {
 
 def auto_has_a_device(config: RunConfig, machine: MachineFacts) -> None:
     """Require a GPU, or a simulated one, for each value that follows from its memory."""
+    optimizer = config.optimizer
+    if machine.cuda_devices or optimizer.simulated_device_memory:
+        return
     for field, (others, purpose) in _AUTO.items():
-        is_auto = scalar_of(config, field) == "auto"
-        if is_auto and not machine.cuda_devices and not config.optimizer.simulated_device_memory:
+        has_effect = optimizer.cpu_offloading_weights or field != "cpu_offloading_weights_fraction"
+        if has_effect and scalar_of(config, field) == "auto":
             expected = f"{others}, or auto with --simulated-device-memory BYTES"
             refuse(field, "auto", expected, f"there is no GPU whose memory {purpose}")
 
