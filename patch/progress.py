@@ -59,7 +59,7 @@ class ProgressBar:
     """
 
     def __init__(
-        self, title: str, total: int, *columns: ProgressColumn, completed: int = 0, **fields: Any
+        self, title: str, total: float, *columns: ProgressColumn, completed: int = 0, **fields: Any
     ) -> None:
         parts = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
         self._bar = Progress(*parts, console=Console(stderr=True))
@@ -67,7 +67,7 @@ class ProgressBar:
         self._bar.start()
         _log_to_stderr()
 
-    def update(self, completed: int, **fields: Any) -> None:
+    def update(self, completed: float, **fields: Any) -> None:
         """Show how much of the total is done, and new values of the fields."""
         self._bar.update(self._task, completed=completed, **fields)
 
@@ -82,32 +82,51 @@ class ProgressBar:
 
 
 @contextmanager
+def shown_progress(
+    title: str, total: float, *columns: ProgressColumn
+) -> Iterator[Callable[[float, str], None]]:
+    """Show the progress of a `with` block on stderr.
+
+    Args:
+        columns: see `ProgressBar`; by default the words.
+    Yields:
+        a function that the block calls with how much of the total is done, and the same in words.
+    """
+    columns = columns or (TextColumn("{task.fields[words]}"),)
+    bar = ProgressBar(title, total, *columns, words="") if is_terminal() else None
+    timer = LineTimer()
+
+    def show(done: float, words: str) -> None:
+        if bar is not None:
+            bar.update(done, words=words)
+        elif timer.is_due():
+            left_s = timer.seconds_left(max(done, 1e-6 * total), total)
+            _logger.info("%s: %s, %.0f s left", title, words, left_s)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+@contextmanager
 def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show the progress of a `with` block that reads or writes bytes, on stderr.
 
     Yields:
         a function that the block calls with the number of bytes after each part.
     """
-    columns = (DownloadColumn(binary_units=True), TransferSpeedColumn())
-    bar = ProgressBar(title, total_bytes, *columns) if is_terminal() else None
-    timer, done = LineTimer(), 0
+    done = 0
 
     def advance(num_bytes: int) -> None:
         nonlocal done
         done += num_bytes
-        if bar is not None:
-            bar.update(done)
-        elif timer.is_due():
-            left_s = timer.seconds_left(done, total_bytes)
-            _logger.info(
-                "%s: %.2f of %.2f GiB, %.0f s left", title, done / 2**30, total_bytes / 2**30, left_s
-            )
+        show(done, f"{done / 2**30:.2f} of {total_bytes / 2**30:.2f} GiB")
 
-    try:
+    columns = (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with shown_progress(title, total_bytes, *columns) as show:
         yield advance
-    finally:
-        if bar is not None:
-            bar.close()
 
 
 def is_terminal() -> bool:

@@ -16,7 +16,7 @@ from patch.config.flags import add_flags, fields_of
 from patch.config.positions import read_variables
 from patch.config.schema import DataConfig
 from patch.config.yaml_io import read_yaml
-from patch.errors import ConfigError
+from patch.errors import ConfigError, about
 from patch.preflight.hub_names import fetch_sets, take_models
 from patch.preflight.model_of_folder import refuse_other_forms
 from toolkits._arguments import ArgumentParser, exit_code_of, output_file, positive, typed
@@ -55,7 +55,8 @@ def _preview(options: argparse.Namespace) -> int:
     from patch.compat import quick_start
 
     with quick_start():
-        from patch.data.preview import Preview, terminal
+        from patch.data.preview.preview import Preview
+        from patch.data.preview.tokens import terminal
     from patch.data.tokenizer import load_tokenizer
 
     data, tokenizer, row_kind = _settings(options)
@@ -98,7 +99,8 @@ def _settings(options: argparse.Namespace) -> tuple[DataConfig, str | None, RowK
 
 
 def _is_indexed(text: str) -> bool:
-    parts = parse_data(text, "train_data_path")
+    with about("train_data_path"):
+        parts = parse_data(text)
     for path in (part.path for part in parts):
         if path.endswith((".bin", ".idx")) and isfile(f"{path[:-4]}.idx"):
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from patch.checks.model import divisors
-from patch.config.choices import ZeroStage
+from patch.config.fields import scalar_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -40,22 +40,24 @@ def check_activation_layers(config: RunConfig, machine: MachineFacts) -> None:
         refuse("cpu_offloading_num_layers", offloaded, f"at most {most - recomputed}", f"{has}{others}")
 
 
-def check_activation_choice(config: RunConfig, machine: MachineFacts) -> None:
-    """Check that `auto` has a memory limit."""
-    is_auto = config.training.recompute_granularity == "auto"
-    if is_auto and not machine.cuda_devices and not config.optimizer.simulated_device_memory:
-        expected = "none, selective, full, or auto with --simulated-device-memory BYTES"
-        why = "there is no GPU whose memory the activations should fit"
-        refuse("recompute_granularity", "auto", expected, why)
+_AUTO = {
+    "recompute_granularity": ("none, selective, full", "the activations should fit"),
+    "optimizer_offload_policy": ("false, static", "could be watched"),
+    "cpu_offloading_weights_fraction": ("0 to 1", "the weights should fit"),
+}
+"""Fields whose `auto` needs a device's memory: their other values, and what the memory is needed for."""
 
 
-def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
-    """Require a device whose memory can be watched for the policy `auto`."""
+def auto_has_a_device(config: RunConfig, machine: MachineFacts) -> None:
+    """Require a GPU, or a simulated one, for each value that follows from its memory."""
     optimizer = config.optimizer
-    is_auto = optimizer.optimizer_offload_policy == "auto"
-    if is_auto and not machine.cuda_devices and not optimizer.simulated_device_memory:
-        expected = "false, static, or auto with --simulated-device-memory BYTES"
-        refuse("optimizer_offload_policy", "auto", expected, "there is no GPU whose memory could be watched")
+    if machine.cuda_devices or optimizer.simulated_device_memory:
+        return
+    for field, (others, purpose) in _AUTO.items():
+        has_effect = optimizer.cpu_offloading_weights or field != "cpu_offloading_weights_fraction"
+        if has_effect and scalar_of(config, field) == "auto":
+            expected = f"{others}, or auto with --simulated-device-memory BYTES"
+            refuse(field, "auto", expected, f"there is no GPU whose memory {purpose}")
 
 
 def refuse_weights_on_host() -> NoReturn:
@@ -69,16 +71,7 @@ def weight_offload_is_possible(config: RunConfig, machine: MachineFacts) -> None
     optimizer = config.optimizer
     if not optimizer.cpu_offloading_weights:
         return
-    if config.sharding not in ("auto", ZeroStage.PARAMETERS):
-        expected = f"false, or {where('data_parallel_sharding')} parameters"
-        why = "only there are weights gathered for each pass, and freed after it"
-        refuse("cpu_offloading_weights", "true", expected, why)
     policy, share = optimizer.optimizer_offload_policy, optimizer.cpu_offloading_weights_fraction
     states = optimizer.optimizer_offload_fraction if policy == "static" else float(policy is not None)
     if states < (share or 0):
         refuse_weights_on_host()
-    is_auto, has_device = optimizer.cpu_offloading_weights_fraction is None, machine.cuda_devices
-    if is_auto and not has_device and not optimizer.simulated_device_memory:
-        expected = "0 to 1, or auto with --simulated-device-memory BYTES"
-        why = "there is no GPU whose memory the weights should fit"
-        refuse("cpu_offloading_weights_fraction", "auto", expected, why)

@@ -17,11 +17,10 @@ def experts_are_distributed(config: RunConfig, machine: MachineFacts) -> None:
     model, ep_size, etp_size = config.model, config.experts.expert_model_parallel_size, config.etp_size
     if not model.num_experts:
         return
+    why = f"a layer has {model.num_experts} experts"
     if model.moe_router_topk > model.num_experts:
-        why = f"a layer has {model.num_experts} experts"
         refuse("moe_router_topk", model.moe_router_topk, f"at most {model.num_experts}", why)
     if model.num_experts % ep_size:
-        why = f"a layer has {model.num_experts} experts"
         refuse(_EP, ep_size, f"one of {divisors(model.num_experts)}", why)
     tp_size = config.parallel.tensor_model_parallel_size
     pp_size = config.parallel.pipeline_model_parallel_size
@@ -73,12 +72,6 @@ def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:
     ):
         why = "a softmax over the one expert of a token is 1, whatever the router says"
         refuse("moe_router_pre_softmax", "false", f"true with {where('moe_router_topk')} 1", why)
-    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
-        why = "the bias is added to sigmoid scores (DeepSeek-V3)"
-        refuse("moe_router_enable_expert_bias", "true", "false, or sigmoid scores", why)
-    if model.moe_shared_expert_gate and not model.moe_shared_expert_intermediate_size:
-        expected = f"false, or a width at {where('moe_shared_expert_intermediate_size')}"
-        refuse("moe_shared_expert_gate", "true", expected, "no expert has all tokens")
     if model.precision_align is not None and family_of(model) is None:
         why, cure = reason_without_hf_class(model)
         refuse("precision_align", model.precision_align, f"none, or {cure}", why)

@@ -34,9 +34,6 @@ def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
     """Require interleaving to give every rank several stages, all with the same number of layers."""
     pp_size, field = config.parallel.pipeline_model_parallel_size, "num_layers_per_virtual_pipeline_stage"
     layers = config.parallel.num_layers_per_virtual_pipeline_stage
-    if layers and pp_size == 1:
-        expected = f"0, or {where('pipeline_model_parallel_size')} above 1"
-        refuse(field, layers, expected, "one process has all layers")
     num_layers = config.parallel.num_split_layers(config.model.num_layers)
     layers_per_process, remainder = divmod(num_layers, pp_size)
     if layers and remainder:
@@ -74,7 +71,7 @@ def processes_fit(config: RunConfig, machine: MachineFacts) -> None:
 
 
 _LAYOUT = "pipeline_model_parallel_layout"
-_OVERLAP, _FLUSH = "overlap_p2p_communication", "overlap_p2p_communication_warmup_flush"
+_OVERLAP = "overlap_p2p_communication"
 _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 _MOST_NAMED = 8
 SPLIT_ACCOUNTING_FLAGS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
@@ -143,16 +140,12 @@ def rank_order_is_whole(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def p2p_overlap_is_possible(config: RunConfig, machine: MachineFacts) -> None:
-    """Require overlapped p2p communication for interleaving at PP=2 and for warm-up and flush."""
-    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
-    is_overlapped = parallel.overlap_p2p_communication
+    """Require overlapped p2p communication for interleaving at PP=2."""
+    pp_size, is_overlapped = config.parallel.pipeline_model_parallel_size, value_of(config, _OVERLAP)
     if config.virtual_pipeline_size > 1 and pp_size == 2 and not is_overlapped:
         expected = f"true, or {where('pipeline_model_parallel_size')} above 2"
         why = "two processes are neighbours on both sides, and could take a gradient for an activation"
         refuse(_OVERLAP, "false", expected, why)
-    if parallel.overlap_p2p_communication_warmup_flush and not is_overlapped:
-        expected = f"false, or true at {where(_OVERLAP)}"
-        refuse(_FLUSH, "true", expected, "it extends the overlap")
 
 
 def micro_batch_groups_fit(config: RunConfig, machine: MachineFacts) -> None:
@@ -177,9 +170,6 @@ def counted_layers(config: RunConfig, number: int) -> str:
 def sharding_flags_agree(config: RunConfig, machine: MachineFacts) -> None:
     """Refuse flags that contradict each other about the state that replicas share."""
     parallel = config.parallel
-    if parallel.overlapped_distributed_optimizer and not parallel.use_distributed_optimizer:
-        why = "it shards gradients in addition to the optimizer's states"
-        refuse("overlapped_distributed_optimizer", "true", f"{where('use_distributed_optimizer')} true", why)
     if parallel.use_distributed_optimizer and parallel.data_parallel_sharding is ZeroStage.NONE:
         expected = "optimizer, gradients, parameters, auto, or none with DO=false"
         refuse("data_parallel_sharding", "none", expected, "DO=true shards the optimizer's states")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from patch.config.fields import scalar_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -18,7 +17,7 @@ from patch.families import (
     reason_without_hf_class,
     traits_of,
 )
-from patch.families.shape import LATENT_SIZES
+from patch.families.selection import check_selection
 from patch.features.table import LATENTS
 
 
@@ -43,21 +42,13 @@ _HEADS = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def latent_attention_is_whole(config: RunConfig, machine: MachineFacts) -> None:
-    """Require all sizes of latent attention, and a key and value per head; refuse them elsewhere."""
+    """Require all sizes of latent attention, and a key and value per head."""
     model = config.model
-    is_yarn = model.use_rope_scaling and model.rope_scaling_type == "yarn"
-    for field in () if is_yarn else ("mscale", "mscale_all_dim"):
-        if getattr(model, field) is not None:
-            expected = f"yarn at {where('rope_scaling_type')}"
-            refuse(field, getattr(model, field), expected, "it is a part of YaRN")
     if not model.is_latent:
-        for field in sorted(LATENT_SIZES):
-            if getattr(model, field) is not None:
-                refuse(field, getattr(model, field), "0", f"only latent attention ({_LATENT}) has it")
         return
     for field in _HEADS:
         if getattr(model, field) is None:
-            refuse(field, 0, "at least 1", f"latent attention ({_LATENT}) has it")
+            refuse(field, 0, "at least 1", f"latent attention ({where(LATENTS.field)}) has it")
     parts = (model.qk_head_dim or 0) + (model.qk_pos_emb_head_dim or 0)
     if model.kv_channels != parts:
         why = f"a head of latent attention has {model.qk_head_dim} + {model.qk_pos_emb_head_dim} channels"
@@ -67,12 +58,14 @@ def latent_attention_is_whole(config: RunConfig, machine: MachineFacts) -> None:
     if model.num_query_groups != model.num_attention_heads:
         why = "each head of latent attention has a key and a value"
         refuse("num_query_groups", model.num_query_groups, f"{model.num_attention_heads}", why)
-    if model.use_rope_scaling and not is_yarn:
+    if model.use_rope_scaling and model.rope_scaling_type != "yarn":
         why = "latent attention has no other scaling of RoPE yet"
         refuse("rope_scaling_type", model.rope_scaling_type, "yarn", why)
 
 
-_LATENT = where(LATENTS.field)
+def frozen_weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
+    """Require --freeze and --train-only to name whole parameters, and to leave some to train."""
+    check_selection(config.model, config.selection)
 
 
 def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
@@ -102,19 +95,11 @@ def flags_are_of_the_layers(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def layer_parts_fit(config: RunConfig, machine: MachineFacts) -> None:
-    """Refuse lists of layers that cannot be read, and settings of parts that the layers do not have."""
+    """Refuse lists of layers that cannot be read, and parts that do not fit together."""
     model, traits = config.model, traits_of(config.model)
     layers_with_rope(model), layers_with_window(model)
-    for field in ("window_attn_skip_freq", "rotary_base_local"):
-        if model.window_size is None and getattr(model, field) is not None:
-            off = scalar_of(config, field)
-            refuse(field, off, "none or 0", f"no layer has a window ({where('window_size')})")
-    if not traits.has_rope:
-        if traits.qk_norm_of == "all heads":
-            refuse("position_embedding_type", "alibi", "rope", "norms over all heads are built for RoPE only")
-        for field in ("no_rope_freq", "rotary_percent", "llama_4_scaling_beta", "rotary_base_local"):
-            if field in model.own_fields:
-                refuse(field, scalar_of(config, field), "its default", "ALiBi is in place of RoPE")
+    if not traits.has_rope and traits.qk_norm_of == "all heads":
+        refuse("position_embedding_type", "alibi", "rope", "norms over all heads are built for RoPE only")
     if model.rotary_channels % 2 or model.rotary_channels < 2:
         why = f"RoPE rotates pairs of a head's {model.kv_channels} channels"
         refuse("rotary_percent", model.rotary_percent, "a share with an even number of channels", why)
@@ -123,14 +108,6 @@ def layer_parts_fit(config: RunConfig, machine: MachineFacts) -> None:
         for field in sorted(others):
             why = f"RoPE scales queries, all of them without {where(field)}"
             refuse("llama_4_scaling_beta", model.llama_4_scaling_beta, "0", why)
-
-
-def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:
-    """Refuse a type of RoPE scaling without --use-rope-scaling."""
-    model = config.model
-    if model.rope_scaling_type != "llama3" and not model.use_rope_scaling:
-        why = "without it the frequencies are not scaled"
-        refuse("rope_scaling_type", model.rope_scaling_type, "--use-rope-scaling beside it", why)
 
 
 def rope_scaling_is_ordered(config: RunConfig, machine: MachineFacts) -> None:

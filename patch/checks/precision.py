@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from patch.config.choices import MOMENT_BLOCK, PRECISIONS
-from patch.config.fields import FIELDS, scalar_of, value_of
+from patch.config.fields import value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.families import WeightRow, weight_rows, widths
-from patch.families.adapters import adapter_rows
+from patch.families.adapters import BLOCK, adapter_rows, base_rows, targets_are_there
 from patch.features.backends import no_transformer_engine
 from patch.features.table import FP8
 
-_FLAGS = (
-    "fp8_format", "fp8_recipe", "first_last_layers_bf16", "disable_parameter_transpose_cache",
-    "fp8_param_gather",
-)  # fmt: skip
 _FIRST_CAPABILITY = (8, 9)
 """Lowest compute capability with fp8 matmuls (Ada, Hopper and later)."""
 
@@ -33,12 +29,8 @@ def scaling_is_built(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def casts_fit(config: RunConfig, machine: MachineFacts) -> None:
-    """Refuse fp8 without support by device or model, and flags of fp8 without fp8."""
+    """Refuse fp8 without support by device or model."""
     if not FP8.is_on(config):
-        for field in _FLAGS:
-            if value_of(config, field) != FIELDS[field].default:
-                expected, why = f"fp8 at {where('precision')} beside it", "it has an effect only with fp8"
-                refuse(field, str(scalar_of(config, field)).lower(), expected, why)
         return
     if machine.cuda_devices and machine.compute_capability < _FIRST_CAPABILITY:
         major, minor = machine.compute_capability
@@ -132,6 +124,14 @@ def rows_are_whole_blocks(
             fitting = f"a size that divides {whole // block}" if whole > block else "1"
             fitting += f" beside {where(field)} {got}"
             refuse(size, parts, fitting, f"a row of {name} would be cut within a block of {block} values")
+
+
+def adapters_are_possible(config: RunConfig, machine: MachineFacts) -> None:
+    """Require at least one adapted layer, and whole nf4 blocks in each rank's rows."""
+    if config.adapter.is_on:
+        targets_are_there(config.model, config.adapter)
+    if config.adapter.quantize_base:
+        rows_are_whole_blocks(config, base_rows(config.model), BLOCK, "quantize_base", "none")
 
 
 def loss_scale_fits(config: RunConfig, machine: MachineFacts) -> None:

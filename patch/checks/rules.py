@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from patch.checks import activations, adapters, experts, layout, model, precision, run_length
+from patch.checks import activations, experts, layout, model, needs, precision, run_length
 from patch.config.fields import FIELDS, Field, value_of
 from patch.config.positions import refuse
 from patch.config.schema import RunConfig
@@ -44,26 +44,24 @@ RULES: tuple[Rule, ...] = (
     only_what_is_built,
     run_length.columns_are_pairs,
     run_length.objective_is_of_its_kind,
-    run_length.pretraining_reads_indexed_sets,
+    needs.needs_of_data_are_met,
     run_length.pairs_are_rows,
-    run_length.documents_are_pretraining,
-    run_length.packing_has_conversations,
-    run_length.tasks_are_asked_for,
+    run_length.validation_is_named_once,
+    run_length.best_checkpoint_has_scores,
     numbers_are_in_range,
-    activations.offload_is_possible,
+    needs.needs_are_met,
+    activations.auto_has_a_device,
     activations.weight_offload_is_possible,
     model.heads_fit,
     model.latent_attention_is_whole,
     model.export_has_a_class,
     model.flags_are_of_the_layers,
     model.layer_parts_fit,
-    model.rope_scaling_is_asked_for,
     model.rope_scaling_is_ordered,
     layout.tensor_parallel_divides,
     layout.layout_fits,
     layout.pipeline_fits,
     layout.interleaving_divides,
-    activations.check_activation_choice,
     activations.check_activation_layers,
     activations.recompute_divides,
     precision.backends_exist,
@@ -76,10 +74,9 @@ RULES: tuple[Rule, ...] = (
     experts.experts_are_possible,
     experts.experts_are_distributed,
     experts.experts_share_pipelines,
-    adapters.adapters_are_asked_for,
     features_agree,
-    adapters.adapters_are_possible,
-    adapters.frozen_weights_are_there,
+    precision.adapters_are_possible,
+    model.frozen_weights_are_there,
     precision.moments_are_whole_blocks,
     run_length.global_batch_divides,
     layout.interleaving_has_enough_batches,

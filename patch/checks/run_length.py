@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from patch.config.choices import ROW_KINDS
 from patch.config.data_spec import parse_columns, parse_template_kwargs, split_shares
-from patch.config.fields import FIELDS, scalar_of, value_of, with_values
+from patch.config.fields import with_values
 from patch.config.positions import length_text, refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -20,26 +20,12 @@ from patch.text import to_int
 
 _SHORTEST_PAIR = 4
 """Fewest tokens of a row for a pair."""
-_FLAGS_OF_OBJECTIVES = {
-    "dpo_beta": tuple(ROW_KINDS),
-    **dict.fromkeys(("dpo_loss_type", "dpo_label_smoothing", "dpo_sft_weight"), ("dpo",)),
-    "simpo_gamma": ("simpo",),
-    **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",)),
-}
-"""Flags, and the objectives that have them."""
 
 
 def columns_are_pairs(config: RunConfig, machine: MachineFacts) -> None:
     """Require readable --columns with known names, and readable --chat-template-kwargs."""
     parse_columns(config.data.columns)
     parse_template_kwargs(config.data.chat_template_kwargs)
-
-
-def pretraining_reads_indexed_sets(config: RunConfig, machine: MachineFacts) -> None:
-    """Require .bin/.idx in pre-training; SFT also reads raw rows."""
-    if not config.training.sft and config.data.dataset_type == "raw":
-        why = "pre-training reads .bin/.idx, which llama-patch preprocess makes from rows"
-        refuse("dataset_type", "raw", "idxmap, or SFT=true", why)
 
 
 def objective_is_of_its_kind(config: RunConfig, machine: MachineFacts) -> None:
@@ -52,21 +38,13 @@ def objective_is_of_its_kind(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def pairs_are_rows(config: RunConfig, machine: MachineFacts) -> None:
-    """Require raw, undivided rows for preferences, and the objective of a flag of preferences."""
-    training, data, kind = config.training, config.data, config.row_kind
-    for field, objectives in _FLAGS_OF_OBJECTIVES.items():
-        value = value_of(config, field)
-        if value != FIELDS[field].default and training.objective not in objectives:
-            expected, why = f"--objective {' or '.join(objectives)} too", "other losses do not have it"
-            refuse(field, value, expected, why)
-    if training.dpo_label_smoothing and training.dpo_loss_type != "robust":
-        why = "the other losses of pairs are not smoothed"
-        refuse("dpo_label_smoothing", training.dpo_label_smoothing, "0, or --dpo-loss-type robust", why)
+    """Require raw, undivided rows for preferences."""
+    data, kind = config.data, config.row_kind
     if kind == "conversation":
         return
     if data.dataset_type != "raw":
         keys = "chosen and rejected" if kind == "pair" else "prompt, completion and label"
-        why = f"--objective {training.objective} reads rows with {keys}; .bin/.idx have none"
+        why = f"--objective {config.training.objective} reads rows with {keys}; .bin/.idx have none"
         refuse("dataset_type", data.dataset_type, "raw", why)
     if data.long_samples == "split":
         why = "of an answer that is divided no part could be compared"
@@ -76,16 +54,9 @@ def pairs_are_rows(config: RunConfig, machine: MachineFacts) -> None:
         refuse("max_padding_length", data.max_padding_length, f"at least {_SHORTEST_PAIR}", why)
 
 
-def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:
-    """Check that the flags of documents fit together and are set in pre-training only."""
+def validation_is_named_once(config: RunConfig, machine: MachineFacts) -> None:
+    """Refuse validation documents of a split beside a validation set."""
     data = config.data
-    for field in ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-        if config.training.sft and value_of(config, field):
-            why = "it is about the documents of a pre-training set"
-            refuse(field, str(scalar_of(config, field)).lower(), "none or false, or SFT=false", why)
-    if data.reset_position_ids and not data.reset_attention_mask:
-        why = "positions that restart while attention goes on are not supported; RoPE uses only distances"
-        refuse("reset_position_ids", "true", "false, or --reset-attention-mask too", why)
     if data.split is None:
         return
     _, validation, _ = split_shares(data.split)
@@ -94,18 +65,9 @@ def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:
         refuse("valid_data_path", data.valid_data_path, "none, or a --split without a second share", why)
 
 
-def tasks_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
-    """Check that flags of tasks have tasks, trusted code has a folder, and the best checkpoint has scores."""
+def best_checkpoint_has_scores(config: RunConfig, machine: MachineFacts) -> None:
+    """Check that the best checkpoint has scores."""
     data, best, every = config.data, config.checkpoint.metric_for_best_model, config.checkpoint.save_interval
-    for field in FIELDS if data.eval_tasks is None else ():
-        is_of_tasks = field.startswith("eval_tasks_") or field == "metric_for_best_model"
-        if is_of_tasks and value_of(config, field) != FIELDS[field].default:
-            refuse(field, str(scalar_of(config, field)), "--eval-tasks too", "no task is named")
-    if data.eval_tasks_allow_code and data.eval_tasks_path is None:
-        refuse("eval_tasks_allow_code", "true", "--eval-tasks-path too", "it allows the code in that folder")
-    if not (data.eval_tasks_fewshot_as_multiturn or data.eval_tasks_apply_chat_template):
-        expected, why = "--eval-tasks-apply-chat-template too", "without a chat template there are no turns"
-        refuse("eval_tasks_fewshot_as_multiturn", "false", expected, why)
     if best is None:
         return
     if "/" not in best:
@@ -114,13 +76,6 @@ def tasks_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
     if not interval or (every % interval and interval % every):
         why = f"checkpoints of every {every} steps ({where('save_interval')}) need scores of the same step"
         refuse("eval_tasks_interval", interval, f"{every}, a multiple or a divisor of it", why)
-
-
-def packing_has_conversations(config: RunConfig, machine: MachineFacts) -> None:
-    """Refuse packing in pre-training, whose sequences are full already."""
-    if config.data.packing and not config.training.sft:
-        why = "sequences of pre-training are full; --reset-attention-mask keeps their documents apart"
-        refuse("packing", "true", "false, or SFT=true", why)
 
 
 def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
@@ -173,10 +128,7 @@ def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
     if optimizer.lr_warmup_init > optimizer.lr:
         refuse("lr_warmup_init", optimizer.lr_warmup_init, f"at most LR {optimizer.lr}", "the warm-up rises")
     decoupled, decoupled_min = optimizer.decoupled_lr, optimizer.decoupled_min_lr
-    if decoupled is None:
-        if decoupled_min is not None:
-            refuse("decoupled_min_lr", decoupled_min, "none", "it goes with --decoupled-lr, which is none")
-    elif decoupled < (optimizer.min_lr if decoupled_min is None else decoupled_min):
+    if decoupled is not None and decoupled < (optimizer.min_lr if decoupled_min is None else decoupled_min):
         expected = "at least --decoupled-min-lr, or without it --min-lr"
         refuse("decoupled_lr", decoupled, expected, "the rate never rises after its top")
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.config.schema import DataConfig
-from patch.errors import ConfigError, DataError, nearest, shown
+from patch.errors import ConfigError, DataError, about, nearest, shown
 from patch.storage.hub import shadowed_by
 from patch.storage.names import DATA_SUFFIXES, check_saved, row_files
 from patch.storage.text_files import parse_json, read_json
@@ -42,7 +42,7 @@ _USUAL = {"role", "from", "content", "value"}
 _SHOWN = 12
 
 
-def refuse_table(file: Path, field: str | None = None) -> None:
+def refuse_table(file: Path) -> None:
     """Refuse LLaMA-Factory's dataset_info.json as a file of rows.
 
     Raises:
@@ -55,8 +55,7 @@ def refuse_table(file: Path, field: str | None = None) -> None:
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise DataError(
         f"{file} is LLaMA-Factory's table of {len(sets)} sets, not rows; expected the file of one, or 'FILE "
-        f"FILE' of several. Those of text to train on: {'; '.join(found[:_SHOWN]) or 'none'}{more}",
-        field=field,
+        f"FILE' of several. Those of text to train on: {'; '.join(found[:_SHOWN]) or 'none'}{more}"
     )
 
 
@@ -112,7 +111,7 @@ class DataPart(NamedTuple):
     """A file, a folder, a glob, or the prefix of .bin and .idx."""
 
 
-def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
+def parse_data(text: str) -> tuple[DataPart, ...]:
     """Parse a position into its data sets. Either every path has a weight before it, or no path has a weight.
 
     A file whose name is a number must be written with its folder (`./7`).
@@ -122,20 +121,18 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
     """
     if url := _URL.search(text):
         raise DataError(
-            f"got a URL ({url[0]}...), expected files on this machine, or a name of the hub (org/name)",
-            field=field,
+            f"got a URL ({url[0]}...), expected files on this machine, or a name of the hub (org/name)"
         )
     if _names_files(text):
         return (DataPart(None, text),)
-    words = _words(text, field)
+    words = _words(text)
     if not words:
-        raise DataError(f"got {text!r}, expected a path", field=field)
+        raise DataError(f"got {text!r}, expected a path")
     if not _is_number(words[0]):
         if late := next((word for word in words if to_float(word) is not None), None):
             raise DataError(
                 f"got {text!r}: {late} is a weight, but {words[0]} has none, expected WEIGHT PATH WEIGHT "
-                "PATH ..., or paths alone (a path that is a number: ./NUMBER)",
-                field=field,
+                "PATH ..., or paths alone (a path that is a number: ./NUMBER)"
             )
         return tuple(DataPart(None, os.path.expanduser(path)) for path in words)
     weights, paths = words[::2], words[1::2]
@@ -144,8 +141,7 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
         if number is None or number <= 0 or index == len(paths):
             what = f"{weight} has no path" if number is not None and number > 0 else f"{weight} is no weight"
             raise DataError(
-                f"got {text!r}: {what}, expected WEIGHT PATH WEIGHT PATH ..., each weight above 0",
-                field=field,
+                f"got {text!r}: {what}, expected WEIGHT PATH WEIGHT PATH ..., each weight above 0"
             )
     return tuple(
         DataPart(float(weight), os.path.expanduser(path)) for weight, path in zip(weights, paths, strict=True)
@@ -158,8 +154,12 @@ def sets_of(data: DataConfig) -> dict[str, tuple[DataPart, ...]]:
     Raises:
         DataError: see `parse_data`.
     """
-    texts = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}
-    return {field: parse_data(text, field) if text is not None else () for field, text in texts.items()}
+    found = {}
+    for field in ("train_data_path", "valid_data_path"):
+        text = getattr(data, field)
+        with about(field):
+            found[field] = parse_data(text) if text is not None else ()
+    return found
 
 
 def split_shares(text: str) -> tuple[float, float, float]:
@@ -194,7 +194,7 @@ def format_data(parts: Iterable[DataPart]) -> str:
     )
 
 
-def files_of(path: str, field: str | None = None, *, with_text: bool = False) -> list[Path]:
+def files_of(path: str, *, with_text: bool = False) -> list[Path]:
     """Return the files of one set of rows: the file itself, or the files of a folder or glob, sorted by path.
 
     From a folder, `row_files` are taken, but no file whose name or folder begins with a dot or underscore.
@@ -206,22 +206,21 @@ def files_of(path: str, field: str | None = None, *, with_text: bool = False) ->
         DataError: the file is missing, or the folder or glob has no data files; or the folder lacks a file,
             is LLaMA-Factory's, or holds several splits (train, validation, test).
     """
-    refuse_table(Path(path), field)
+    refuse_table(Path(path))
     if os.path.isdir(path):
-        return _files_in(path, field, with_text)
+        return _files_in(path, with_text)
     if os.path.lexists(path) or not has_magic(path):
         if not os.path.exists(path):
             hint = nearest_set(path) or _nearest_file(path) or _shadow(path)
             commas = " (sets are separated by blanks, not commas)" if "," in path else ""
             raise DataError(
                 f"{path} does not exist{hint}{commas}, expected a file, a folder or a glob (several paths: "
-                "quote one that has blanks)",
-                field=field,
+                "quote one that has blanks)"
             )
         return [Path(path)]
     files = sorted(name for name in iglob(path, recursive=True) if not os.path.isdir(name))
     if not files:
-        raise DataError(f"{path}: no file matches, expected at least one", field=field)
+        raise DataError(f"{path}: no file matches, expected at least one")
     return [Path(name) for name in files]
 
 
@@ -269,7 +268,7 @@ def _names_files(text: str) -> bool:
     return has_magic(text) and next(iglob(text, recursive=True), None) is not None
 
 
-def _words(text: str, field: str | None) -> list[str]:
+def _words(text: str) -> list[str]:
     """Split at blanks outside quotation marks. A backslash is part of a name."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
     lexer.whitespace_split, lexer.commenters, lexer.escape = True, "", ""
@@ -277,40 +276,36 @@ def _words(text: str, field: str | None) -> list[str]:
         return list(lexer)
     except ValueError:
         raise DataError(
-            f"got {text!r}: a quotation mark is not closed, expected a path, or WEIGHT PATH WEIGHT PATH ...",
-            field=field,
+            f"got {text!r}: a quotation mark is not closed, expected a path, or WEIGHT PATH WEIGHT PATH ..."
         ) from None
 
 
-def _files_in(folder: str, field: str | None, with_text: bool) -> list[Path]:
-    there = list(_walk(folder, field))
+def _files_in(folder: str, with_text: bool) -> list[Path]:
+    there = list(_walk(folder))
     for file in there:
-        refuse_table(file, field)
-    check_saved(there, field)
+        refuse_table(file)
+    check_saved(there)
     files = row_files(there, with_text=with_text)
     if not files:
         found = f"it has {', '.join(sorted(file.name for file in there)[:5])}" if there else "it is empty"
         raise DataError(
             f"{folder} is a folder without data: {found}; expected files that end in "
-            f"{', '.join(DATA_SUFFIXES)} (other names: give a glob)",
-            field=field,
+            f"{', '.join(DATA_SUFFIXES)} (other names: give a glob)"
         )
-    _refuse_several_splits(folder, files, field)
+    _refuse_several_splits(folder, files)
     return files
 
 
-def _walk(folder: str, field: str | None) -> Iterator[Path]:
+def _walk(folder: str) -> Iterator[Path]:
     def fail(error: OSError) -> None:
-        raise DataError(
-            f"{error.filename} cannot be read: {error.strerror}, expected a folder of data files", field=field
-        )
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}, expected a folder of data files")
 
     for place, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
         yield from (Path(place, name) for name in names if not name.startswith((".", "_")))
 
 
-def _refuse_several_splits(folder: str, files: list[Path], field: str | None) -> None:
+def _refuse_several_splits(folder: str, files: list[Path]) -> None:
     """Refuse a folder with several splits: the run would silently train on the test set too."""
     splits = by_split([str(file.relative_to(folder)) for file in files])
     if len(splits) > 1:
@@ -318,8 +313,7 @@ def _refuse_several_splits(folder: str, files: list[Path], field: str | None) ->
         split, names = next(iter(splits.items()))
         raise DataError(
             f"{folder} holds several splits: {listed}; expected the files of one, by a folder below or a "
-            f"glob, such as '{folder}/{_place_of(Path(names[0]), _SPLITS[split])}'",
-            field=field,
+            f"glob, such as '{folder}/{_place_of(Path(names[0]), _SPLITS[split])}'"
         )
 
 
@@ -332,14 +326,14 @@ def _place_of(name: Path, words: re.Pattern[str]) -> str:
     return f"**/*{name.name[slice(*word.span())]}*" if word else str(name)
 
 
-def set_files(data: DataConfig, path: str, field: str | None = None) -> list[str]:
+def set_files(data: DataConfig, path: str) -> list[str]:
     """Return the files of one `DataPart.path`.
 
     Raises:
         DataError: a set of raw rows has no files.
     """
     if data.dataset_type == "raw":
-        return [str(file) for file in files_of(path, field)]
+        return [str(file) for file in files_of(path)]
     return [f"{path}.bin", f"{path}.idx"]
 
 

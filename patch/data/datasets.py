@@ -16,7 +16,7 @@ from patch.config.data_spec import DataPart, sets_of
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.order import Blend, Concatenation, format_passes, weights_of
-from patch.data.packing import SOURCES, PackedSource, PackingSummary, PairSource, pack
+from patch.data.packing import SOURCES, PackingSummary, PairSource
 from patch.data.samples import SampleSource
 from patch.data.sft.options import sft_options
 from patch.data.sft.source import SftSource, load_sft
@@ -87,8 +87,7 @@ def build_datasets(
         if data.dataset_type == "idxmap":
             from patch.data.pretraining.indexed_sft import load_indexed_sft
 
-            sizes = {"sequence_length": model.seq_length, "vocab_size": model.vocab_size}
-            return load_indexed_sft(path, tokenizer, **sizes)
+            return load_indexed_sft(path, tokenizer, model)
         ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
         return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, row_kind))
 
@@ -114,17 +113,18 @@ def _samples(
     """Return the sets as samples. Conversations are packed if the run packs; a .bin/.idx set stays as it was
     made. Sequences of other kinds of rows are numbered over all sets."""
     made: list[SampleSource] = []
-    first, length = 0, data.max_padding_length
+    first = 0
     for source, part in zip(sources, parts, strict=True):
-        found: SampleSource = source
-        if isinstance(source, SftSource) and row_kind in SOURCES:
-            found = SOURCES[row_kind](source, length, is_packed=data.packing, first=first, name=part.path)
-            first += 2 * len(found.sizes)
-        elif isinstance(source, SftSource) and data.packing:
-            found = PackedSource(source, pack(source.sizes, length))
-        if isinstance(found, PackedSource) and data.packing:
-            _logger.info("%s: %s", part.path, PackingSummary.of(found))
-        made.append(found)
+        if isinstance(source, SftSource) and (data.packing or row_kind != "conversation"):
+            packed = SOURCES[row_kind](
+                source, data.max_padding_length, is_packed=data.packing, first=first, name=part.path
+            )
+            first += 2 * len(packed.sizes)
+            if data.packing:
+                _logger.info("%s: %s", part.path, PackingSummary.of(packed))
+            made.append(packed)
+        else:
+            made.append(source)
     return made
 
 

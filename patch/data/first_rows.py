@@ -8,8 +8,9 @@ from pathlib import Path
 from patch.config.choices import RowKind
 from patch.config.data_spec import files_of, parse_columns, sets_of
 from patch.config.schema import DataConfig
-from patch.data.formats import FormatOptions, read_row
-from patch.data.readers import read_rows
+from patch.data.formats.rows import read_row
+from patch.data.formats.turns import FormatOptions
+from patch.data.readers.rows import read_rows
 from patch.errors import about
 from patch.storage.places import open_to_read
 
@@ -27,7 +28,7 @@ def check_first_rows(data: DataConfig, row_kind: RowKind) -> None:
     for field, parts in sets_of(data).items():
         with about(field):
             for part in parts:
-                for file in files_of(part.path, field)[:_MOST_FILES]:
+                for file in files_of(part.path)[:_MOST_FILES]:
                     if _is_large_list(file):
                         continue
                     for row in islice(read_rows(file), _MOST_ROWS):

@@ -8,7 +8,7 @@ fits. It needs at most 11/9 of the fewest possible packs (Johnson, 1973).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,66 +45,32 @@ class Packs:
 def pack(sizes: np.ndarray, capacity: int) -> Packs:
     """Pack by best-fit decreasing. The same sizes give the same packs on every machine.
 
-    All conversations of one size are placed together, and so are all packs with the same room. The time is
-    therefore that of sorting; memory is a few words for each conversation.
+    The time is that of sorting; memory is a few words for each conversation.
 
     Args:
         sizes: integer [N], tokens of each conversation, from 1 to `capacity`; not empty.
     """
     assert len(sizes) and sizes.min() >= 1 and sizes.max() <= capacity, "longer ones were cut before"
-    pack_of = np.empty(len(sizes), dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
-    starts = np.flatnonzero(np.diff(sizes[order], prepend=-1))
-    packs = _OpenPacks(capacity)
-    for begin, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
-        packs.place(int(sizes[order[begin]]), order[begin:end], pack_of)
+    pack_of = np.empty(len(sizes), dtype=np.int64)
+    num_packs = 0
+    rooms: list[int] = []  # that at least one pack has, ascending
+    with_room: dict[int, deque[int]] = defaultdict(deque)
+    for conversation, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        index = bisect_left(rooms, size)
+        if index < len(rooms):
+            room = rooms[index]
+            number = with_room[room].popleft()
+            if not with_room[room]:
+                del rooms[index]
+        else:
+            room, number, num_packs = capacity, num_packs, num_packs + 1
+        pack_of[conversation] = number
+        if left := room - size:
+            if not with_room[left]:
+                insort(rooms, left)
+            with_room[left].append(number)
     return Packs(capacity, np.argsort(pack_of, kind="stable"), np.cumsum(np.bincount(pack_of)))
-
-
-class _OpenPacks:
-    """Packs by the tokens of room that are left in them."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._num_packs = 0
-        self._rooms: list[int] = []
-        """Rooms that at least one pack has, ascending."""
-        self._with_room: dict[int, list[np.ndarray]] = defaultdict(list)
-
-    def place(self, size: int, conversations: np.ndarray, pack_of: np.ndarray) -> None:
-        """Place conversations of one size, and write the pack of each into `pack_of`."""
-        while len(conversations):
-            room, packs = self._tightest(size, len(conversations))
-            # Best fit fills one pack while more of them fit, because that pack now has the least room.
-            each = room // size
-            full, rest = divmod(len(conversations), each)
-            used = packs[: full + (rest > 0)]
-            placed = conversations[: len(used) * each]
-            pack_of[placed] = used.repeat(each)[: len(placed)]
-            self._leave(room, packs[len(used) :])
-            if full < len(used):
-                self._leave(room - rest * size, used[full:])
-            self._leave(room - each * size, used[:full])
-            conversations = conversations[len(placed) :]
-
-    def _tightest(self, size: int, count: int) -> tuple[int, np.ndarray]:
-        """Return the least room for `size` and its packs; if none fits, open packs for `count` conversations.
-        """
-        index = bisect_left(self._rooms, size)
-        if index < len(self._rooms):
-            room = self._rooms.pop(index)
-            return room, np.concatenate(self._with_room.pop(room))
-        new = -(-count // (self._capacity // size))
-        self._num_packs += new
-        return self._capacity, np.arange(self._num_packs - new, self._num_packs)
-
-    def _leave(self, room: int, packs: np.ndarray) -> None:
-        """Record the room that is left in packs."""
-        if not len(packs) or not room:
-            return
-        if room not in self._with_room:
-            insort(self._rooms, room)
-        self._with_room[room].append(packs)
 
 
 class Sequences(Protocol):
@@ -157,13 +123,28 @@ def packed_sample(
 
 
 class PackedSource(Dataset[Sample]):
-    """Samples of several conversations each."""
+    """Samples of one conversation each, or of several if `is_packed`.
+
+    Args:
+        first: number of the set's first sequence among those of all sets.
+        name: of the set, for the log.
+    """
 
     is_shuffled = False
+    per_row = 1
+    """Conversations of a row of the data, such as a conversation or a pair."""
 
-    def __init__(self, source: Conversations, packs: Packs) -> None:
-        self.source, self.packs, self.sizes = source, packs, source.sizes
-        """`sizes`, int64 [N]: tokens of each row of the data, such as a conversation or a pair."""
+    def __init__(
+        self, source: Conversations, capacity: int, *, is_packed: bool, first: int = 0, name: str = ""
+    ) -> None:
+        self.source, self.first, self.name = source, first, name
+        self.sizes = self.sizes_of_rows(capacity)
+        alone = np.arange(len(self.sizes))
+        self.packs = pack(self.sizes, capacity) if is_packed else Packs(capacity, alone, alone + 1)
+
+    def sizes_of_rows(self, capacity: int) -> np.ndarray:
+        """Return the tokens of each row, int64 [N], at most `capacity`."""
+        return self.source.sizes
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -172,37 +153,21 @@ class PackedSource(Dataset[Sample]):
         return packed_sample(self.source, self.packs[index], self.packs.capacity)
 
     def place(self, index: int) -> str:
-        """See `SampleSource`: the places of its conversations."""
-        return " + ".join(self.source.place(int(member)) for member in self.packs[index])
+        """See `SampleSource`: the places of its rows."""
+        return " + ".join(self.source.place(self.per_row * int(row)) for row in self.packs[index])
 
 
 class PairSource(PackedSource):
     """Samples of whole pairs: for each pair the preferred sequence, then the rejected sequence.
 
-    `of_sequences` has the `sign` of each sequence (1 preferred, -1 rejected, 0 padding) and its `number` over
-    all sets of a run.
-
-    Args:
-        source: pair i has its conversations 2 i and 2 i + 1.
-        is_packed: whether several pairs share a sample.
-        first: number of the set's first sequence.
-        name: of the set, for the log.
+    Pair i of the source has its conversations 2 i and 2 i + 1. `of_sequences` has the `sign` of each sequence
+    (1 preferred, -1 rejected, 0 padding) and its `number` over all sets of a run.
     """
 
     per_row = 2
-    """Conversations of a row."""
-
-    def __init__(
-        self, source: Conversations, capacity: int, *, is_packed: bool, first: int = 0, name: str = ""
-    ) -> None:
-        self.source, self.first, self.name = source, first, name
-        sizes = self.sizes_of_rows(capacity)
-        alone = np.arange(len(sizes))
-        super().__init__(source, pack(sizes, capacity) if is_packed else Packs(capacity, alone, alone + 1))
-        self.sizes = sizes
 
     def sizes_of_rows(self, capacity: int) -> np.ndarray:
-        """Return the tokens of each row, int64 [N], at most `capacity`."""
+        """See `PackedSource`."""
         return np.asarray(self.source.sizes).reshape(-1, 2).sum(axis=1)
 
     def __getitem__(self, index: int) -> Sample:
@@ -217,10 +182,6 @@ class PairSource(PackedSource):
         padding = 0, len(sample.lengths) - len(signs)
         of_sequences = {"sign": F.pad(signs, padding), "number": F.pad(numbers + self.first, padding)}
         return sample._replace(of_sequences=of_sequences)
-
-    def place(self, index: int) -> str:
-        """See `SampleSource`: the places of its pairs."""
-        return " + ".join(self.source.place(self.per_row * int(row)) for row in self.packs[index])
 
 
 class UnpairedSource(PairSource):
@@ -281,8 +242,10 @@ def mismatched(batch: Batch) -> Batch:
     return batch._replace(**own, extra_tensors={}, of_sequences=of_sequences)
 
 
-SOURCES: dict[RowKind, type[PairSource]] = {"pair": PairSource, "unpaired": UnpairedSource}
-"""Sources of rows that are not conversations."""
+SOURCES: dict[RowKind, type[PackedSource]] = {
+    "conversation": PackedSource, "pair": PairSource, "unpaired": UnpairedSource,
+}  # fmt: skip
+"""Source of each kind of rows."""
 
 
 @dataclass(frozen=True, slots=True)

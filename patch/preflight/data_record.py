@@ -19,7 +19,7 @@ from typing import IO, Any, get_args
 from patch.config.choices import BuiltInTemplate
 from patch.config.data_spec import set_files, sets_of
 from patch.config.schema import RunConfig
-from patch.errors import ConfigError, DataError
+from patch.errors import ConfigError, DataError, about
 from patch.storage.atomic import write_record
 from patch.storage.names import DATA_RECORD_FILE, TOKENIZER_FILES
 from patch.storage.places import AnyPath, open_to_read
@@ -109,10 +109,12 @@ def changes_of_origin(before: SetRecord, now: SetRecord) -> list[str]:
 
 def _files_hash(config: RunConfig) -> str:
     digest = hashlib.sha256()
-    parts = sets_of(config.data)["train_data_path"]
+    field = "train_data_path"
+    parts = sets_of(config.data)[field]
     total = sum(part.weight or 0 for part in parts)
     for part in parts:
-        files = set_files(config.data, part.path, "train_data_path")
+        with about(field):
+            files = set_files(config.data, part.path)
         share = "" if part.weight is None else f"{part.weight / total:.6g}" + _MIXED * config.training.sft
         digest.update(f"{share} {len(files)}\n".encode())
         for name in files:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from patch.config.data_spec import by_split, format_data, parse_data
 from patch.config.fields import with_values
 from patch.config.schema import RunConfig
-from patch.errors import ConfigError, DataError, nearest, shown
+from patch.errors import ConfigError, DataError, about, nearest, shown
 from patch.preflight.checkpoint_places import existing_checkpoint_root
 from patch.preflight.model_of_folder import is_hf_folder
 from patch.preflight.validate import check_data
@@ -115,14 +115,15 @@ def fetch_sets(text: str, field: str, output: str | None = None) -> str:
     Raises:
         DataError: a data set cannot be fetched, or its files are several sets.
     """
-    parts = parse_data(text, field)
-    names = [hub_name(part.path, "dataset") for part in parts]
-    if not any(names):
-        return text
-    return format_data(
-        part if name is None else part._replace(path=_set_of(_pinned(name, output), field))
-        for part, name in zip(parts, names, strict=True)
-    )
+    with about(field):
+        parts = parse_data(text)
+        names = [hub_name(part.path, "dataset") for part in parts]
+        if not any(names):
+            return text
+        return format_data(
+            part if name is None else part._replace(path=_set_of(_pinned(name, output), _SPLITS_OF[field]))
+            for part, name in zip(parts, names, strict=True)
+        )
 
 
 def _pinned(name: HubName, output: str | None) -> HubName:
@@ -148,22 +149,21 @@ def first_weights(config: RunConfig) -> tuple[Path | None, HubName | None]:
     return folder, None if is_whole else snapshot_name(load)
 
 
-def _set_of(name: HubName, field: str) -> str:
+def _set_of(name: HubName, accepted: Sequence[str]) -> str:
     """Return the file, or the glob of files, that this position takes from a data set.
     Raise a DataError if the data set lacks this split or has it several times.
     """
-    folder = fetch(name, "rows", error_type=DataError, field=field)
+    folder = fetch(name, "rows", error_type=DataError)
     if name.inside:
         return escape(str(folder)) + name.inside
     sets = _sets(str(file.relative_to(folder)) for file in data_files(folder))
     splits = by_split(sets)
-    meant = next((splits[split] for split in _SPLITS_OF[field] if split in splits), [] if splits else sets)
+    meant = next((splits[split] for split in accepted if split in splits), [] if splits else sets)
     if len(meant) != 1:
-        found = "several sets" if meant else f"no {' or '.join(_SPLITS_OF[field])} set"
+        found = "several sets" if meant else f"no {' or '.join(accepted)} set"
         raise DataError(
             f"{name.repo} holds {found}: {', '.join(sorted(sets)[:20])}; expected one of them, such as "
-            f"'{folder}/{min(meant or sets)}'",
-            field=field,
+            f"'{folder}/{min(meant or sets)}'"
         )
     return f"{escape(str(folder))}/{meant[0]}"
 

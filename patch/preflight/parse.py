@@ -28,7 +28,7 @@ from patch.config.positions import POSITIONS, USAGE, read_positions, read_variab
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
-from patch.errors import ConfigError, shown
+from patch.errors import ConfigError, about, shown
 from patch.families import (
     EXPERT_FIELDS,
     LATENT_FIELDS,
@@ -279,7 +279,8 @@ def _make_absolute(merged: dict[str, Any]) -> None:
         merged["chat_template"] = os.path.abspath(chat)
     for name in _DATA:
         if merged.get(name) is not None:
-            parts = parse_data(merged[name], name)
+            with about(name):
+                parts = parse_data(merged[name])
             merged[name] = format_data(
                 part._replace(path=_absolute_data(part.path, merged)) for part in parts
             )

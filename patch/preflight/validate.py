@@ -25,7 +25,7 @@ from patch.config.fields import FIELDS, check_choice, scalar_of, value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.errors import ConfigError, DataError, nearest
+from patch.errors import ConfigError, DataError, about, nearest
 from patch.families import PRESETS, SHAPE_FIELDS, differences
 from patch.families.adapters import adapters_of
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
@@ -270,14 +270,9 @@ def services_are_installed(config: RunConfig, machine: MachineFacts) -> None:
 
 def hub_takes_the_export(config: RunConfig, machine: MachineFacts) -> None:
     """Require --push-to-hub to be a repository that the export may create or update."""
-    repo, how = config.checkpoint.push_to_hub, config.checkpoint.push_to_hub_as
-    if repo is None:
-        if how != "private":
-            refuse("push_to_hub_as", how, "private", "there is no --push-to-hub")
-        return
-    if not config.checkpoint.export_hf:
-        refuse("push_to_hub", repo, "none, or --export-hf", "nothing is exported")
-    if lack := lack_of_repository(repo, Path(config.checkpoint.output_path) / PUSHED_FILE, how):
+    checkpoint = config.checkpoint
+    repo, pushed = checkpoint.push_to_hub, Path(checkpoint.output_path) / PUSHED_FILE
+    if repo is not None and (lack := lack_of_repository(repo, pushed, checkpoint.push_to_hub_as)):
         refuse("push_to_hub", repo, "ORG/NAME of a repository that the run may create", lack)
 
 
@@ -306,9 +301,6 @@ def teacher_is_of_this_run(config: RunConfig, machine: MachineFacts) -> None:
     """Require a store of a teacher (--distill-from) of the run's vocabulary and temperature."""
     data = config.data
     if data.distill_from is None:
-        for field in ("distill_alpha", "distill_temperature"):
-            if value_of(config, field) != FIELDS[field].default:
-                refuse(field, value_of(config, field), "--distill-from too", "no teacher is named")
         return
     header = read_header(data.distill_from)
     for field, theirs in (("vocab_size", header.vocab_size), ("distill_temperature", header.temperature)):
@@ -341,14 +333,15 @@ def check_data(config: RunConfig) -> None:
     """
     data = config.data
     for field, parts in sets_of(data).items():
-        for part in parts:
-            if data.dataset_type == "raw" and hub_name(part.path, "dataset") is not None:
-                continue  # fetched and checked by `fetch_from_hub`
-            for file in set_files(data, part.path, field):
-                _check_file(field, part.path, file)
+        with about(field):
+            for part in parts:
+                if data.dataset_type == "raw" and hub_name(part.path, "dataset") is not None:
+                    continue  # fetched and checked by `fetch_from_hub`
+                for file in set_files(data, part.path):
+                    _check_file(part.path, file)
 
 
-def _check_file(field: str, path: str, file: str) -> None:
+def _check_file(path: str, file: str) -> None:
     if not os.path.exists(file):
         cure = "the path of .bin and .idx without the ending"
         if path.endswith((".bin", ".idx")):
@@ -356,18 +349,16 @@ def _check_file(field: str, path: str, file: str) -> None:
         elif os.path.isfile(path):
             raise DataError(
                 f"got {path}, which is a file itself, expected {cure}, as llama-patch "
-                "preprocess writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)",
-                field=field,
+                "preprocess writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)"
             )
-        raise DataError(f"got {path}: {file} does not exist, expected {cure}{nearest_set(path)}", field=field)
+        raise DataError(f"got {path}: {file} does not exist, expected {cure}{nearest_set(path)}")
     if not os.path.isfile(file):
         kind = "a folder" if os.path.isdir(file) else "a pipe or a device"
         raise DataError(
-            f"{file} is {kind}, expected a file: every process reads it, and again when the run is resumed",
-            field=field,
+            f"{file} is {kind}, expected a file: every process reads it, and again when the run is resumed"
         )
     if not os.access(file, os.R_OK):
-        raise DataError(f"{file} cannot be read by this user", field=field)
+        raise DataError(f"{file} cannot be read by this user")
 
 
 def validate_run(config: RunConfig, machine: MachineFacts) -> list[str]:

@@ -237,11 +237,9 @@ def row_files(files: Iterable[Path], *, with_text: bool = False) -> list[Path]:
     return found
 
 
-def check_saved(files: Sequence[Path], field: str | None = None) -> None:
+def check_saved(files: Sequence[Path]) -> None:
     """Check that a folder has all files that `save_to_disk` wrote.
 
-    Args:
-        field: the configuration field that names the folder, for messages.
     Raises:
         DataError: a file is missing.
     """
@@ -251,6 +249,4 @@ def check_saved(files: Sequence[Path], field: str | None = None) -> None:
         except (OSError, ValueError, KeyError, TypeError):  # written by another program
             continue
         if missing := sorted({*listed}.difference(files)):
-            raise DataError(
-                f"{missing[0]} is missing, which {_STATE} beside it lists; copy the folder again", field=field
-            )
+            raise DataError(f"{missing[0]} is missing, which {_STATE} beside it lists; copy the folder again")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from patch.data.formats import Conversation
+from patch.data.formats.turns import Conversation
 
 
 def chat(

@@ -68,7 +68,9 @@ class Talks:
             ids[-1] = PADDING
 
     def packed(self) -> list[Sample]:
-        return list(PackedSource(self, Packs(LENGTH, np.arange(len(SIZES)), np.array(ROWS[1:]))))
+        source = PackedSource(self, LENGTH, is_packed=True)
+        source.packs = Packs(LENGTH, np.arange(len(SIZES)), np.array(ROWS[1:]))
+        return list(source)
 
     def padded(self) -> list[Sample]:
         samples = []

@@ -15,6 +15,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.schema import ModelConfig
 from patch.data.pretraining.indexed_dataset import check_ids, open_indexed
 from patch.data.pretraining.provenance import read_provenance
 from patch.data.samples import Sample, lengths_between
@@ -89,7 +90,7 @@ class IndexedSftSource:
 
 
 def load_indexed_sft(
-    prefix: str, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, vocab_size: int
+    prefix: str, tokenizer: PreTrainedTokenizerBase, model: ModelConfig
 ) -> IndexedSftSource:
     """Open a fine-tuning set in .bin/.idx; `prefix` is the path of the two files without their endings.
 
@@ -98,7 +99,7 @@ def load_indexed_sft(
     """
     indexed = open_indexed(prefix)
     read_provenance(prefix, indexed, tokenizer)
-    source = IndexedSftSource(prefix, indexed, sequence_length, vocab_size)
+    source = IndexedSftSource(prefix, indexed, model.seq_length, model.vocab_size)
     source.check()
-    _logger.info("%s: %d samples of %d tokens", prefix, len(source), sequence_length)
+    _logger.info("%s: %d samples of %d tokens", prefix, len(source), model.seq_length)
     return source

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from patch.config.data_spec import DataPart
-from patch.data.packing import PackedSource, PackingSummary, PairSource, pack
+from patch.data.packing import SOURCES, PackingSummary
 from patch.data.sft.report import Rows, SetReport
 from patch.data.sft.source import SftSource
 
@@ -40,9 +40,8 @@ def name_of(part: DataPart) -> str:
 
 def figures_of_rows(part: DataPart, source: SftSource, capacity: int) -> Figures:
     """Return the figures of a set of rows. Reads all tokens. `capacity` is a sample's tokens with padding."""
-    report, packed = source.report, PackedSource(source, pack(source.sizes, capacity))
-    if report.pairs:
-        packed = PairSource(source, capacity, is_packed=True)
+    report = source.report
+    packed = SOURCES["pair" if report.pairs else "conversation"](source, capacity, is_packed=True)
     sizes, packing = packed.sizes, PackingSummary.of(packed)
     found, kind = report.found
     copies = np.unique_counts(_hashes(source)).counts

@@ -23,14 +23,21 @@ from patch.config.choices import RowKind
 from patch.config.data_spec import DataPart, files_of, format_data, sets_of
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.packing import SOURCES, pack
+from patch.data.packing import SOURCES
 from patch.data.preview.figures import Figures, figures_of_rows
-from patch.data.preview.terminal import print_figures, print_legend, print_row, terminal
-from patch.data.preview.tokens import ShownRow, ShownToken, TokenTexts
-from patch.data.readers import read_rows
+from patch.data.preview.tokens import (
+    ShownRow,
+    ShownToken,
+    TokenTexts,
+    print_figures,
+    print_legend,
+    print_row,
+    terminal,
+)
+from patch.data.readers.rows import read_rows
 from patch.data.sft.options import SftOptions, sft_options
 from patch.data.sft.rows import Item, TokenizedRow
-from patch.data.sft.source import find_sft, load_sft, start_workers
+from patch.data.sft.source import is_cached, load_sft, start_workers
 from patch.data.tokenizer import check_vocabulary, load_tokenizer
 from patch.errors import ConfigError, DataError, about
 from patch.storage.names import DATA_CACHE_FOLDER
@@ -155,20 +162,17 @@ class Preview:
             if sft:
                 from patch.data.pretraining.indexed_sft import load_indexed_sft
 
-                sizes = {"sequence_length": model.seq_length, "vocab_size": model.vocab_size}
-                return len(load_indexed_sft(part.path, tokenizer, **sizes))
+                return len(load_indexed_sft(part.path, tokenizer, model))
             from patch.data.pretraining.run_sets import train_samples
 
             return train_samples(part, data, model, tokenizer)
         options = self._options(fallback_cache)
-        source = find_sft(Path(part.path), tokenizer, length, options)
-        if source is None:
-            if sum(file.stat().st_size for file in files_of(part.path, _FIELD)) > _SMALL_BYTES:
+        if not is_cached(Path(part.path), tokenizer, length, options):
+            if sum(file.stat().st_size for file in files_of(part.path)) > _SMALL_BYTES:
                 return None
-            source = load_sft(Path(part.path), tokenizer, length, replace(options, cache_dir=None))
-        if self.row_kind in SOURCES:
-            return len(SOURCES[self.row_kind](source, length, is_packed=data.packing))
-        return len(pack(source.sizes, length)) if data.packing else len(source)
+            options = replace(options, cache_dir=None)
+        source = load_sft(Path(part.path), tokenizer, length, options)
+        return len(SOURCES[self.row_kind](source, length, is_packed=data.packing))
 
     def _options(self, fallback_cache: Path) -> SftOptions:
         return sft_options(self.data, fallback_cache, self.row_kind)
@@ -190,7 +194,8 @@ class Preview:
         options = replace(self._options(Path()), cache_dir=None, num_workers=1)
         length, texts = self.data.max_padding_length, TokenTexts(self.tokenizer)
         for part in self.parts:
-            files = files_of(part.path, _FIELD)
+            with about(_FIELD):
+                files = files_of(part.path)
             items = list(islice(_items(files), count)) if number is None else _numbered(files, number)
             for _, rows in start_workers(self.tokenizer, options, length)([items]):
                 for item, row in zip(items, rows, strict=True):

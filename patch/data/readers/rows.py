@@ -10,27 +10,19 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from rich.progress import TextColumn
-
 from patch.data.readers.json_rows import json_rows
 from patch.data.readers.tables import KINDS, ReadShare, arrow_rows, csv_rows, text_rows
 from patch.errors import DataError
-from patch.logger import get_logger
-from patch.progress import LineTimer, ProgressBar, is_terminal
 from patch.storage.names import TABLES, TEXT
 from patch.storage.places import open_to_read
 
-_logger = get_logger(__name__)
-
 _Places = Iterator[tuple[str, Any]]
 Made = TypeVar("Made")
-_BAR_STEPS = 1000
 _LIST_KEY = "data"
 _BEGINS_JSON = re.compile(rb'(\[\s*)?\{\s*"')
 _BUFFER_BYTES = 1 << 18
@@ -222,24 +214,3 @@ class SetReader(Generic[Made]):
             self._read = end
         if batch:
             yield batch
-
-
-@contextmanager
-def shown_progress(title: str, reader: SetReader[Made]) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows what was done, such as "12 rows": in a bar, or without terminal in the log.
-    """
-    timer = LineTimer()
-
-    def log(done: str) -> None:
-        if timer.is_due():
-            left_s = timer.seconds_left(max(reader.share, 1e-6), 1.0)
-            _logger.info("%s: %s, about %.0f s left", title, done, left_s)
-
-    if not is_terminal():
-        yield log
-        return
-    bar = ProgressBar(title, _BAR_STEPS, TextColumn("{task.fields[done]}"), done="")
-    try:
-        yield lambda done: bar.update(int(_BAR_STEPS * reader.share), done=done)
-    finally:
-        bar.close()

@@ -46,11 +46,21 @@ class BoundedMap:
     not use anything that does not survive a fork (CUDA, threads). Time and memory are not `bounded` for our
     own code, which ends and needs memory only for its rows.
 
+    Args:
+        error: returns the error to raise if an item took too much time, or crashed the interpreter.
     Raises:
         TrainingError: a process cannot be started.
     """
 
-    def __init__(self, function: Callable[[Any], Any], processes: int = 1, bounded: bool = True) -> None:
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        processes: int = 1,
+        *,
+        bounded: bool = True,
+        error: Callable[[ChildEndedError], Exception] = lambda ended: ended,
+    ) -> None:
+        self._error = error
         self._ahead = 3 * processes
         self._slots = RawArray("q", self._ahead)
         """For each list in work: the process id in the upper 32 bits, and the index of its item."""
@@ -73,8 +83,7 @@ class BoundedMap:
         """Yield each list with its results, in order. The processes already work on later lists.
 
         Raises:
-            ChildEndedError: an item took too much time, or crashed the interpreter.
-            Exception: the function or `lists` raised it.
+            Exception: `error` returned it, or the function or `lists` raised it.
         """
         pending: deque[Any] = deque(maxlen=self._ahead)
         try:
@@ -87,7 +96,7 @@ class BoundedMap:
             for items, _, results in pending:
                 yield items, results.result()
         except BrokenProcessPool:
-            raise self._ended(pending, items[0]) from None
+            raise self._error(self._ended(pending, items[0])) from None
         except (Exception, KeyboardInterrupt, SystemExit):
             self._kill()  # otherwise the end of this program waits for the lists in work
             raise

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import Conversation, Message, Text
+from patch.data.formats.turns import Conversation, Message, Text
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.rendering.spans import RenderOptions, Span, SpecialTokenMarker
 from patch.data.rendering.template import FOREIGN_CURE, PROBE, MarkedChat, Template
@@ -45,10 +45,7 @@ class ChatRenderer:
 
     def render(self, row: Conversation | Text) -> Samples:
         """Return the samples of one row, made in a separate process; see `samples`."""
-        try:
-            ((_, (samples,)),) = BoundedMap(self.samples)([[row]])
-        except ChildEndedError as error:
-            raise self.child_error(error) from error
+        ((_, (samples,)),) = BoundedMap(self.samples, error=self.child_error)([[row]])
         return samples
 
     def child_error(self, error: ChildEndedError) -> DataError:

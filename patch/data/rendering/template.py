@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from patch.data.chat_templates import template_name
-from patch.data.formats import Message
+from patch.data.formats.turns import Message
 from patch.data.rendering.spans import any_of
 from patch.data.tokenizer import special_tokens
 from patch.errors import DataError

@@ -21,7 +21,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from patch.data.formats import Message
+from patch.data.formats.turns import Message
 from patch.data.rendering.spans import Span
 from patch.data.rendering.template import CURE, MarkedChat, Template
 from patch.errors import DataError

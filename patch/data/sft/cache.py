@@ -4,7 +4,7 @@
     CACHE/sets/KEY/                 ids.bin  learned.bin  ends.bin  report.json
     CACHE/file_hashes/              the hashes of data files and entries, so that they are not read again
 
-KEY is a hash of everything that decides the tokens (`set_key`). An entry is written under a temporary name
+KEY is a hash of everything that decides the tokens (`origin_of`). An entry is written under a temporary name
 and renamed when it is complete, so it exists as a whole or not at all. One process makes the entry. The other
 processes wait for its lock, without a collective, while that process lives. Every use compares the entry's
 files with their hashes; a damaged entry is made again.
@@ -117,7 +117,7 @@ class TokenCache:
         self.hashes = FileHashes(folder / "file_hashes")
 
     def get(self, key: str, name: str, build: Build) -> TokenizedSet:
-        """Return the set of this key (see `set_key`). If the cache lacks it, one process builds it, others
+        """Return the set of this key (see `origin_of`). If the cache lacks it, one process builds it, others
         wait.
 
         Raises:
@@ -131,9 +131,9 @@ class TokenCache:
             _logger.info("%s: tokens from %s (%s, made on %s)", name, entry, _size(found), f"{made:%d %b %Y}")
         return found
 
-    def find(self, key: str) -> TokenizedSet | None:
-        """Return the set of this key, or None if the cache lacks it."""
-        return self._read(self._sets / key[:32], key)
+    def has(self, key: str) -> bool:
+        """Return whether the cache has the set of this key."""
+        return self._read(self._sets / key[:32], key) is not None
 
     def _read(self, entry: Path, key: str) -> TokenizedSet | None:
         """Return the set in a folder, or None if it is missing or damaged. Damage is logged."""

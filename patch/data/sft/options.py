@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.choices import LongSamples, RowKind
 from patch.config.data_spec import parse_columns
 from patch.config.schema import DataConfig
-from patch.data.formats import FormatOptions
-from patch.data.rendering import RenderOptions
+from patch.data.formats.turns import FormatOptions
+from patch.data.rendering.spans import RenderOptions
 from patch.data.tokenizer import special_tokens
 from patch.device import usable_cores
 from patch.storage.places import StrPath
@@ -85,12 +85,20 @@ def sft_options(data: DataConfig, fallback_cache: Path, row_kind: RowKind) -> Sf
     )
 
 
-def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> dict[str, str]:
-    """Return all that decides a set's tokens except its rows: names for messages, and values or hashes."""
+def origin_of(
+    files: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int
+) -> tuple[str, dict[str, str]]:
+    """Return a set's key, and all that decides its tokens: names for messages, and values or hashes.
+
+    The key is a hash of all that decides the tokens, in 64 hexadecimal digits.
+
+    Args:
+        files: for each file, its name in the report and the hash of its content; empty without a cache.
+    """
     kind = options.row_kind
     backend = tokenizer.backend_tokenizer.to_str().encode()
     named_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return {
+    origin = {
         "the rules of this program": str(TOKEN_RULES),
         **{package: version(package) for package in _PACKAGES},
         **({} if kind == "conversation" else {"the objective": "pairs" if kind == "pair" else kind}),
@@ -100,15 +108,8 @@ def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: i
         "the chat template": _hash(tokenizer.chat_template),
         "the tokenizer": _hash([sha256(backend).hexdigest(), special_tokens(tokenizer), named_tokens]),
     }
-
-
-def set_key(files: Sequence[tuple[str, str]], origin: dict[str, str]) -> str:
-    """Return a hash of everything that decides the tokens of a set, in 64 hexadecimal digits.
-
-    Args:
-        files: for each file, its name in the report and the hash of its content.
-    """
-    return _hash([files, origin])
+    rows = sha256(" ".join(digest for _, digest in files).encode()).hexdigest()
+    return _hash([files, origin]), origin | ({"the rows": rows} if files else {})
 
 
 def _hash(value: Any) -> str:

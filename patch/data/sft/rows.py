@@ -13,8 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import Conversation, Text, columns_in, read_row
-from patch.data.rendering import ChatRenderer, Span, SpanEncoder
+from patch.data.formats.keys import columns_in
+from patch.data.formats.rows import read_row
+from patch.data.formats.turns import Conversation, Text
+from patch.data.rendering.chat import ChatRenderer
+from patch.data.rendering.spans import Span, SpanEncoder
 from patch.data.sft.options import SftOptions
 from patch.data.sft.truncation import Headers, Tokens, cut
 from patch.errors import DataError

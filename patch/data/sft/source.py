@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -18,27 +18,23 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.data_spec import files_of
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import packed_sample
-from patch.data.readers import Row, SetReader, shown_progress
-from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
+from patch.data.readers.rows import Row, SetReader
+from patch.data.rendering.bounded_process import BoundedMap
 from patch.data.samples import Sample
 from patch.data.sft.cache import TokenCache, TokenizedSet, TokenWriter, tokenized_in_memory
-from patch.data.sft.options import SftOptions, origin_of, set_key
+from patch.data.sft.options import SftOptions, origin_of
 from patch.data.sft.report import SetReport
-from patch.data.sft.rows import Item, RowTokenizer, TokenizedRow
+from patch.data.sft.rows import Item, RowTokenizer
 from patch.data.tokenizer import padding_id
 from patch.errors import DataError
 from patch.preflight.data_record import SetRecord
+from patch.progress import shown_progress
 from patch.storage.places import StrPath
 
 _DEFAULT = SftOptions()
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 1 << 18
 """Limits of one batch. They also limit the memory: each worker has a batch, and a few more batches wait."""
-
-Work = Callable[[Iterable[list[Item]]], Iterator[tuple[list[Item], list[TokenizedRow]]]]
-"""Function that returns each batch of rows with its tokenized rows, in order. It raises a DataError for a row
-that has no known format, or cannot be rendered or encoded."""
-
 
 class SftSource(Dataset[Sample]):
     """Tokenized conversations; a sample is padded when it is read.
@@ -129,56 +125,36 @@ def load_sft(
                 raise DataError(f"{file} has changed while it was read; start again when it is complete")
         return report
 
-    key, origin = _origin(files, hashes, tokenizer, options, sequence_length)
+    key, origin = origin_of(hashes, tokenizer, options, sequence_length)
     tokens = tokenized_in_memory(build) if cache is None else cache.get(key, name, build)
     tokens.report.log(name, options.max_dropped_share)
     return SftSource(tokens, name, tokenizer, sequence_length, origin)
 
 
-def find_sft(
+def is_cached(
     path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int, options: SftOptions
-) -> SftSource | None:
-    """Return the set as `load_sft` does if the token cache has it and no file has changed, else None. No row
-    is read or tokenized. The tokenizer must already have its chat template.
+) -> bool:
+    """Return whether `load_sft` would find the set in the token cache, without reading a file of rows again.
+    The tokenizer must already have its chat template.
 
     Raises:
-        DataError: there is no such file, or a larger share than `options.max_dropped_share` is dropped.
+        DataError: there is no such file.
     """
-    name, files = str(path), files_of(str(path))
-    if options.cache_dir is None:
-        return None
-    cache = TokenCache(Path(options.cache_dir))
-    hashes = [digest for file in files if (digest := cache.hashes.remembered(file)) is not None]
-    if len(hashes) < len(files):
-        return None
-    key, origin = _origin(files, hashes, tokenizer, options, sequence_length)
-    tokens = cache.find(key)
-    if tokens is None:
-        return None
-    tokens.report.log(name, options.max_dropped_share)
-    return SftSource(tokens, name, tokenizer, sequence_length, origin)
+    files, cache = files_of(str(path)), TokenCache(Path(str(options.cache_dir)))
+    named = zip(names_of(files), map(cache.hashes.remembered, files), strict=True)
+    hashes = [(name, digest) for name, digest in named if digest is not None]
+    key, _ = origin_of(hashes, tokenizer, options, sequence_length)
+    return len(hashes) == len(files) and cache.has(key)
 
 
-def _origin(
-    files: list[Path],
-    hashes: list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    options: SftOptions,
-    length: int,
-) -> tuple[str, dict[str, str]]:
-    origin = origin_of(tokenizer, options, length)
-    key = set_key(list(zip(names_of(files), hashes, strict=False)), origin)
-    rows = {"the rows": sha256(" ".join(hashes).encode()).hexdigest()} if hashes else {}
-    return key, origin | rows
-
-
-def _hash(files: list[Path], cache: TokenCache | None) -> list[str]:
-    """Return the hashes of the files' contents, or an empty list without a cache."""
+def _hash(files: list[Path], cache: TokenCache | None) -> list[tuple[str, str]]:
+    """Return each file's name in the report and the hash of its content, or an empty list without a cache."""
     for file in files:
         if file.exists() and not file.is_file():
             raise DataError(f"{file}: is a pipe or a device, expected a file of rows")
     try:
-        return [] if cache is None else [cache.hashes.sha256(file) for file in files]
+        digests = [] if cache is None else [cache.hashes.sha256(file) for file in files]
+        return list(zip(names_of(files), digests, strict=False))
     except OSError as error:
         raise DataError(
             f"{error.filename}: cannot be read: {error.strerror}; expected a file of rows"
@@ -215,7 +191,7 @@ def tokenize(
 
     reader = SetReader(files, item, _ROWS_AT_ONCE, _BYTES_AT_ONCE)
     tokenized = start_workers(tokenizer, options, length)
-    with shown_progress(f"tokenizing {name}", reader) as show:
+    with shown_progress(f"tokenizing {name}", 1) as show:
         for items, rows in tokenized(reader.batches()):
             for item_of_row, row in zip(items, rows, strict=True):
                 report.add(item_of_row.place, row)
@@ -225,26 +201,19 @@ def tokenize(
                 [size for row in rows for size in row.sizes],
             )
             writer.share = reader.share
-            show(f"{report.rows} rows")
+            show(reader.share, f"{report.rows} rows")
     return report
 
 
-def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> Work:
-    """Start the processes that tokenize rows. They end with the function that is returned.
+def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> BoundedMap:
+    """Start the processes that map lists of `Item`s to `TokenizedRow`s. The map raises a DataError for a row
+    that has no known format, or cannot be rendered or encoded.
 
     Raises:
         TrainingError: the processes cannot be started.
     """
     work = RowTokenizer(tokenizer, options, length)
-    rows = BoundedMap(work, options.num_workers)
-
-    def tokenized(batches: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[TokenizedRow]]]:
-        try:
-            yield from rows(batches)
-        except ChildEndedError as error:
-            raise work.renderer.child_error(error) from error
-
-    return tokenized
+    return BoundedMap(work, options.num_workers, error=work.renderer.child_error)
 
 
 def names_of(files: Sequence[Path]) -> list[str]:

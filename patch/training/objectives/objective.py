@@ -49,7 +49,7 @@ class Objective:
 
         This runs without process groups and writes no files.
         """
-        from patch.data.preview import show_data  # a worker does not need it
+        from patch.data.preview.preview import show_data  # a worker does not need it
 
         config, output = self.config, Path(self.config.checkpoint.output_path)
         return show_data(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from patch.config.data_spec import DataPart, files_of, format_data, parse_columns, parse_data
-from patch.errors import DataError
+from patch.errors import DataError, about
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_llama_factorys_table_names_its_sets_as_they_are_given_here(tmp_path: Pa
     tmp_path.mkdir()
     shutil.copy(Path(__file__).with_name("dataset_info.json"), tmp_path)
     tree(tmp_path, "identity.json", "my tools.json")
-    with pytest.raises(DataError) as caught:
-        files_of(os.path.normpath(f"{tmp_path}{name}"), "train_data_path")
+    with pytest.raises(DataError) as caught, about("train_data_path"):
+        files_of(os.path.normpath(f"{tmp_path}{name}"))
     assert caught.value.field == "train_data_path"
     message, _, sets = str(caught.value).partition(" to train on: ")
     assert message == (
@@ -139,8 +139,8 @@ def test_glob_gives_what_matches(tmp_path: Path):
     ],
 )
 def test_folder_that_is_not_one_set_is_refused(tmp_path: Path, names, said):
-    with pytest.raises(DataError, match=said) as caught:
-        files_of(str(tree(tmp_path, *names)), "train_data_path")
+    with pytest.raises(DataError, match=said) as caught, about("train_data_path"):
+        files_of(str(tree(tmp_path, *names)))
     assert caught.value.field == "train_data_path"
 
 

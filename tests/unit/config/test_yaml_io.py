@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from patch.config import read_yaml, to_yaml
+from patch.config import to_yaml
 from patch.config.choices import ZeroStage
+from patch.config.yaml_io import read_yaml
 from patch.errors import ConfigError
 from patch.plan.resolve import resolve_run
 from patch.preflight.parse import parse_args

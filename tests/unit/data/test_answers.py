@@ -21,9 +21,11 @@ from llama3_tokenizer import tiny_tokenizer
 from tokenizer_zoo import qwen_tokenizer
 
 from patch.config.data_spec import parse_columns
-from patch.data.formats import Conversation, FormatOptions, Text, to_conversation, to_pair, to_unpaired
-from patch.data.readers import read_rows
-from patch.data.rendering import ChatRenderer, RenderOptions, SpanEncoder, unmarked
+from patch.data.formats.rows import to_conversation, to_pair, to_unpaired
+from patch.data.formats.turns import Conversation, FormatOptions, Text
+from patch.data.readers.rows import read_rows
+from patch.data.rendering.chat import ChatRenderer
+from patch.data.rendering.spans import RenderOptions, SpanEncoder, unmarked
 from patch.errors import DataError
 
 FILE = Path(__file__).with_name("answers.txt")

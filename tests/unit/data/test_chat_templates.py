@@ -10,8 +10,8 @@ from tokenizer_zoo import qwen_tokenizer, sentencepiece_tokenizer
 from transformers import AutoTokenizer
 
 from patch.data.chat_templates import ensure_chat_template, template_name
-from patch.data.rendering import ChatRenderer, unmarked
-from patch.data.rendering.chat import end_of_turn
+from patch.data.rendering.chat import ChatRenderer, end_of_turn
+from patch.data.rendering.spans import unmarked
 from patch.errors import DataError
 
 

@@ -9,8 +9,7 @@ from tokenizer_zoo import NOT_SPECIAL, PIECES, ZOO, sentencepiece_tokenizer
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from patch.data.rendering.encoder import SpanEncoder
-from patch.data.rendering.spans import MARK, Span, SpecialTokenMarker, unmarked
+from patch.data.rendering.spans import MARK, Span, SpanEncoder, SpecialTokenMarker, unmarked
 from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from indexed_sets import consecutive, write_set
 
-from patch.data.formats import to_conversation
+from patch.data.formats.rows import to_conversation
 from patch.data.pretraining.dataset import load_training
 from patch.data.pretraining.run_sets import PretrainOptions
-from patch.data.readers import read_rows
+from patch.data.readers.rows import read_rows
 from patch.errors import DataError
 
 SEED = 20

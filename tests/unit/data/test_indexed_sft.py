@@ -9,6 +9,7 @@ import pytest
 import torch
 from indexed_sets import write_set
 from llama3_tokenizer import tiny_tokenizer
+from small_runs import small_run
 
 from patch.data.pretraining.indexed_sft import IndexedSftSource, load_indexed_sft
 from patch.errors import DataError
@@ -49,7 +50,7 @@ def document(pack: list[Talk], length: int = LENGTH) -> list[int]:
 
 
 def load(prefix: str, length: int = LENGTH, rows: int = ROWS) -> IndexedSftSource:
-    return load_indexed_sft(prefix, tokenizer(), sequence_length=length, vocab_size=rows)
+    return load_indexed_sft(prefix, tokenizer(), small_run(seq_length=length, vocab_size=rows).model)
 
 
 def test_every_pack_is_read_as_its_conversations(tmp_path: Path, logged: list[str]) -> None:

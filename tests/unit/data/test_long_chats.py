@@ -10,7 +10,8 @@ from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from patch.data.chat_templates import BUILT_IN
-from patch.data.rendering import ChatRenderer, Span, unmarked
+from patch.data.rendering.chat import ChatRenderer
+from patch.data.rendering.spans import Span, unmarked
 
 ENDS = ("<|eot_id|>", "<|im_end|>", "</s>", "<end_of_turn>", "<|end_of_text|>")
 SPECIAL = [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>", "</s>", "<start_of_turn>", "<end_of_turn>"]

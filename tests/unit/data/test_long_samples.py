@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from llama3_tokenizer import tiny_tokenizer
 
-from patch.data.rendering import RenderOptions
+from patch.data.rendering.spans import RenderOptions
 from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource, load_sft
 from patch.data.sft.truncation import Headers, Tokens, cut

@@ -60,7 +60,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> SftSource:
 
 def test_a_pack_has_the_tokens_labels_and_masks_of_its_conversations(source: SftSource) -> None:
     packs = pack(source.sizes, CAPACITY)
-    samples = PackedSource(source, packs)
+    samples = PackedSource(source, CAPACITY, is_packed=True)
     assert len(samples) == len(packs) < len(source) and not samples.is_shuffled
     assert source.sizes[-1] == CAPACITY, "one fills its sample"
     for members, sample in zip(packs, samples, strict=True):
@@ -80,7 +80,7 @@ def test_a_pack_has_the_tokens_labels_and_masks_of_its_conversations(source: Sft
 
 
 def test_summary_says_what_the_tokens_are_used_for(source: SftSource) -> None:
-    samples = PackedSource(source, pack(source.sizes, CAPACITY))
+    samples = PackedSource(source, CAPACITY, is_packed=True)
     slots, unpacked = len(samples) * CAPACITY, len(source) * CAPACITY
     learned = sum(float(sample.loss_mask.sum()) for sample in source) / slots
     tokens = int(source.sizes.sum())

@@ -17,7 +17,8 @@ from patch.config.schema import DataConfig
 from patch.data import collate
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.packing import PairSource, UnpairedSource, mismatched
-from patch.data.preview import Preview, terminal
+from patch.data.preview.preview import Preview
+from patch.data.preview.tokens import terminal
 from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource, load_sft
 from patch.errors import DataError

@@ -18,8 +18,7 @@ from megatron.core.tokenizers import MegatronTokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from patch.data.pretraining.encode import document_reader
-from patch.data.pretraining.preprocess import WrittenSet, write_indexed
+from patch.data.pretraining.preprocess import WrittenSet, document_reader, write_indexed
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
 from toolkits.preprocess_pretrain import main

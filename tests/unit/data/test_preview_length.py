@@ -14,7 +14,7 @@ from small_runs import small_run
 
 from patch.config import RunConfig
 from patch.data.datasets import build_datasets
-from patch.data.preview import show_data
+from patch.data.preview.preview import show_data
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import ConfigError, DataError
 from patch.plan.describe import describe_length

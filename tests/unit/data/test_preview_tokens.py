@@ -9,9 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from tokenizer_zoo import ZOO
 
-from patch.data.preview import terminal
-from patch.data.preview.terminal import print_row
-from patch.data.preview.tokens import ShownRow, ShownToken, TokenTexts, visible
+from patch.data.preview.tokens import ShownRow, ShownToken, TokenTexts, print_row, terminal, visible
 
 TEXTS = (
     "the quick brown fox\n\n  jumps",

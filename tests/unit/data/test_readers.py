@@ -28,8 +28,9 @@ import pyarrow.parquet
 import pytest
 
 from patch.config.data_spec import files_of
-from patch.data.formats import to_conversation
-from patch.data.readers import json_rows, read_rows
+from patch.data.formats.rows import to_conversation
+from patch.data.readers import json_rows
+from patch.data.readers.rows import read_rows
 from patch.errors import DataError
 
 ROWS = [{"a": 1}, {"b": "zwei", "c": [{"d": "\u4e09"}]}]

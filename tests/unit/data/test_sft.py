@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
-from patch.data.formats import FormatOptions, columns_in
+from patch.data.formats.keys import columns_in
+from patch.data.formats.turns import FormatOptions
 from patch.data.sft.options import SftOptions
 from patch.data.sft.source import load_sft
 from patch.errors import DataError

@@ -13,8 +13,9 @@ from llama3_tokenizer import tiny_tokenizer
 from tokenizer_zoo import qwen_tokenizer
 
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.formats import Text
-from patch.data.rendering import ChatRenderer, RenderOptions, Span, SpanEncoder, unmarked
+from patch.data.formats.turns import Text
+from patch.data.rendering.chat import ChatRenderer
+from patch.data.rendering.spans import RenderOptions, Span, SpanEncoder, unmarked
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import ConfigError, DataError
 

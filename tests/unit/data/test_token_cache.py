@@ -16,9 +16,9 @@ from kills import killer_at
 from llama3_tokenizer import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from patch.data.formats import FormatOptions
+from patch.data.formats.turns import FormatOptions
 from patch.data.readers import rows as sets
-from patch.data.rendering import RenderOptions
+from patch.data.rendering.spans import RenderOptions
 from patch.data.sft.cache import TokenWriter
 from patch.data.sft.options import SftOptions, user_cache
 from patch.data.sft.source import SftSource, load_sft

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE, ensure_chat_template
-from patch.data.formats import Text
-from patch.data.rendering import ChatRenderer
+from patch.data.formats.turns import Text
+from patch.data.rendering.chat import ChatRenderer
 from patch.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,

@@ -20,8 +20,10 @@ from llama3_tokenizer import tiny_tokenizer
 from tokenizer_zoo import qwen_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from patch.data.formats import Conversation, to_conversation
-from patch.data.rendering import ChatRenderer, SpanEncoder
+from patch.data.formats.rows import to_conversation
+from patch.data.formats.turns import Conversation
+from patch.data.rendering.chat import ChatRenderer
+from patch.data.rendering.spans import SpanEncoder
 
 _FOLDER = os.environ.get("TRL", "")
 pytestmark = pytest.mark.skipif(not _FOLDER, reason="TRL names no folder with trl")
