@@ -8,10 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patch.storage.remote import is_url
 from patch.text import NEGATIVE, to_int
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TABLE_WIDTH = 160
+"""Columns of tables if the output is not a terminal."""
 
 
 def typed(module: str) -> str:
@@ -75,6 +81,14 @@ def exit_code_of(work: Callable[[], int | None], say: Callable[[Any], str] = str
         own = error if isinstance(error, PatchError) else CheckpointError(str(error))
         print(f"ERROR {say(own)}", file=sys.stderr)
         return own.exit_code
+
+
+def console(**options: Any) -> Console:
+    """Return rich's console with these options, by default as wide as stdout, or 160 columns without one."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else TABLE_WIDTH
+    return Console(**{"width": width, "highlight": False, "markup": False, "emoji": False, **options})
 
 
 def at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -8,8 +8,6 @@ virtual stages, else the fewest that divide the layers), and all forwards before
 from __future__ import annotations
 
 import io
-import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,12 +15,11 @@ from patch.config import RunConfig
 from patch.errors import ConfigError
 from patch.plan.pipeline import Schedule, moments, simulate
 from patch.text import counted
+from toolkits._arguments import TABLE_WIDTH, console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDTH = 160
-"""Columns if the output is not a terminal."""
 _COLOURS = {"F": ("#3b7dd8", "#1d4a8a"), "B": ("#58a65c", "#2b6b36")}
 """Colours of forwards and backwards, by even and odd virtual stages."""
 _NAME = 9
@@ -80,13 +77,11 @@ def drawing(name: str, schedule: Schedule) -> tuple[str, list[list[Drawn]]]:
 
 def show(config: RunConfig, file: Path | None) -> None:
     """Print the schedules as far as the terminal is wide, in colour, and write all slots to `file` (SVG)."""
-    from rich.console import Console
-
-    found, console = drawings(config), partial(Console, highlight=False, markup=False, emoji=False)
-    _print(found, console(width=None if sys.stdout.isatty() else _WIDTH))
+    found = drawings(config)
+    _print(found, console())
     if file is not None:
         columns = max(_NAME + _cell(rows) * (rows[0][-1].begin + 2) for rows in found.values())
-        _print(found, whole := console(width=max(_WIDTH, columns), record=True, file=io.StringIO()))
+        _print(found, whole := console(width=max(TABLE_WIDTH, columns), record=True, file=io.StringIO()))
         whole.save_svg(str(file), title="llama-patch plan --schedule")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,10 +21,9 @@ from patch.plan.savings import share_on_host, with_values
 from patch.plan.search import Candidate, search
 from patch.preflight.parse import parse_args
 from patch.text import scaled, size_text, timed
+from toolkits._arguments import console
 from toolkits._program import LAUNCHER
 
-_WIDTH = 160
-"""Columns of the table if the output is not a terminal."""
 _TOKENS = 1e9
 """Tokens for which device hours are compared, if --tokens is not given."""
 _BY_THE_MACHINE = ("nnodes", "nproc_per_node")
@@ -189,7 +187,6 @@ _COLUMNS = {
 
 def _show(rows: list[dict[str, Any]], tokens: float | None, *, by_count: bool) -> None:
     """Print the layouts. With `by_count`, each row is a number of machines with its cost of training."""
-    from rich.console import Console
     from rich.table import Table
 
     has_experts = any(row["ep"] > 1 for row in rows)
@@ -213,5 +210,4 @@ def _show(rows: list[dict[str, Any]], tokens: float | None, *, by_count: bool) -
         table.add_column(name, justify="right")
     for own in cells:
         table.add_row(*map(str, own.values()))
-    width = None if sys.stdout.isatty() else _WIDTH
-    Console(width=width, highlight=False, markup=False, emoji=False).print(table)
+    console().print(table)

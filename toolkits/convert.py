@@ -29,16 +29,14 @@ def _convert(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # OpenMP's threads would spin and slow the threads that read and write
     from patch.device import torch_dtype
     from patch.errors import ConversionError
-    from patch.storage.hub import fetch, hub_name
-    from patch.storage.places import any_path
+    from patch.storage.hub import local_model
 
     if options.direction == "hf2mcore":
         dtype = torch_dtype(options.params_dtype) if options.params_dtype else None
-        name = hub_name(str(options.load), "model")
-        load = options.load if name is None else fetch(name, "weights", error_type=ConversionError)
+        load = local_model(str(options.load), "weights", ConversionError)
         hf_to_mcore(load, options.save, dtype, overwrite=options.overwrite)
     else:
-        mcore_to_hf(any_path(options.load), options.save, options.hf_config, overwrite=options.overwrite)
+        mcore_to_hf(options.load, options.save, options.hf_config, overwrite=options.overwrite)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

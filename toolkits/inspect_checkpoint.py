@@ -15,14 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkits._arguments import ArgumentParser, exit_code_of, output_file, typed
+from toolkits._arguments import ArgumentParser, console, exit_code_of, output_file, typed
 
 if TYPE_CHECKING:
     from patch.checkpoint.compare import Comparison
     from patch.checkpoint.inspect import Inspection
-
-_WIDTH = 160
-"""Columns of the tables if the output is not a terminal."""
 
 
 def main(argv: list[str]) -> int:
@@ -83,10 +80,7 @@ class _Screen:
     """Lines and tables as wide as the terminal. Control characters in a file's text are escaped."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-
-        width = None if sys.stdout.isatty() else _WIDTH
-        self._console = Console(width=width, highlight=False, markup=False, emoji=False)
+        self._console = console()
 
     def show(self, found: Inspection) -> None:
         """Print a checkpoint."""

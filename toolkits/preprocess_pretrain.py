@@ -8,12 +8,16 @@ import sys
 from typing import get_args
 
 from patch.config.choices import TokenizerType
-from toolkits._arguments import ArgumentParser, members, typed
+from toolkits._arguments import ArgumentParser, exit_code_of, members, typed
 
 
 def main(argv: list[str]) -> int:
     """Run the command line; return 0, or the exit code of the error."""
     options = _parse(argv)
+    return exit_code_of(lambda: _preprocess(options))
+
+
+def _preprocess(options: argparse.Namespace) -> None:
     # Set before the first use of a tokenizer, which would start threads. The processes use all cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from patch.compat import quick_start
@@ -22,29 +26,19 @@ def main(argv: list[str]) -> int:
         from patch.data.pretraining.preprocess import refuse_existing, write_indexed
     from patch.config.data_spec import files_of
     from patch.data.tokenizer import load_tokenizer
-    from patch.errors import DataError, PatchError
-    from patch.logger import configure_logging
-    from patch.storage.hub import fetch, hub_name
+    from patch.errors import DataError
+    from patch.storage.hub import local_model
 
-    configure_logging()
     outputs = {key: f"{options.output_prefix}_{key}_document" for key in options.json_keys}
-    try:
-        refuse_existing(outputs.values())
-        folder = options.tokenizer_name_or_path
-        if (name := hub_name(folder, "model")) is not None:
-            folder = str(fetch(name, "tokenizer", error_type=DataError))
-        tokenizer = load_tokenizer(folder)
-        files = [file for path in options.input for file in files_of(path, with_text=True)]
-        written = write_indexed(
-            files, tokenizer, outputs, append_eod=options.append_eod, workers=options.workers,
-            splits_text=options.split_at_blank_lines,
-        )  # fmt: skip
-    except PatchError as error:
-        print(f"ERROR {error}", file=sys.stderr)
-        return error.exit_code
+    refuse_existing(outputs.values())
+    tokenizer = load_tokenizer(local_model(options.tokenizer_name_or_path, "tokenizer", DataError))
+    files = [file for path in options.input for file in files_of(path, with_text=True)]
+    written = write_indexed(
+        files, tokenizer, outputs, append_eod=options.append_eod, workers=options.workers,
+        splits_text=options.split_at_blank_lines,
+    )  # fmt: skip
     for key, prefix in outputs.items():
         print(f"{prefix}.bin and .idx: {written[key].tokens} tokens; DATASET_PATH is {prefix}")
-    return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

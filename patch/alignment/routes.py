@@ -79,11 +79,9 @@ class _Replay:
         `choose` is the router's own choice.
         """
         chosen, logits = next(self._passes)
-        theirs, ours = torch.zeros_like(logits, dtype=torch.bool), torch.zeros_like(logits, dtype=torch.bool)
-        theirs.scatter_(1, chosen, True)
-        question = scores, topk, num_groups, group_topk
+        question, none = (scores, topk, num_groups, group_topk), torch.zeros_like(logits, dtype=torch.bool)
         _, own = self._own.get_replay_topk(*question, choose) if self._own else choose(*question)
-        ours.scatter_(1, own, True)
+        theirs, ours = (none.scatter(1, experts, True) for experts in (chosen, own))
         missed, other = (logits.where(kept, -torch.inf).amax(1) for kept in (theirs & ~ours, ours & ~theirs))
         differs = (ours != theirs).any(1)
         gaps = ((missed - other) / self._largest)[differs]
@@ -101,16 +99,14 @@ def replayed(ours: LlamaModel, recording: Recording, prompts: slice = slice(None
     Yields:
         a replay per expert layer; its `compared` holds the comparison after the passes.
     """
-    routers = {layer: ours.decoder.layers[layer].mlp.router for layer in recording}
-    before = {layer: router.router_replay for layer, router in routers.items()}
-    replays = {layer: _Replay(recording[layer][prompts], before[layer]) for layer in recording}
-    for layer, router in routers.items():
-        router.router_replay = replays[layer]
-    try:
-        yield list(replays.values())
-    finally:
-        for layer, router in routers.items():
-            router.router_replay = before[layer]
+    replays: list[_Replay] = []
+    with ExitStack() as stack:
+        for layer, passes in recording.items():
+            router = ours.decoder.layers[layer].mlp.router
+            stack.callback(setattr, router, "router_replay", router.router_replay)
+            replays.append(_Replay(passes[prompts], router.router_replay))
+            router.router_replay = replays[-1]
+        yield replays
 
 
 def summed(replays: Sequence[_Replay]) -> RouteComparison | None:

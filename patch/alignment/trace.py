@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,10 +49,8 @@ class FirstDifference(NamedTuple):
     max: float
 
 
-class _TracedModule(NamedTuple):
-    layer: int | None
-    module: torch.nn.Module
-    read: Reading
+_Traced = tuple[int | None, torch.nn.Module, Reading]
+"""Layer, module, and the function that reads operations from its input and output."""
 
 
 @torch.no_grad()
@@ -76,20 +75,15 @@ def first_difference(
 
 
 @contextmanager
-def _hooks_on(modules: Iterator[_TracedModule], listener: Listener) -> Iterator[None]:
+def _hooks_on(modules: Iterator[_Traced], listener: Listener) -> Iterator[None]:
+    def hook(layer: int | None, read: Reading, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        for name, value in read(inputs, output).items():
+            listener(Operation(layer, name), value)
+
     with ExitStack() as stack:
-        for traced in modules:
-            handle = traced.module.register_forward_hook(_hook(traced, listener))
-            stack.callback(handle.remove)
+        for layer, module, read in modules:
+            stack.callback(module.register_forward_hook(partial(hook, layer, read)).remove)
         yield
-
-
-def _hook(traced: _TracedModule, listener: Listener) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        for name, value in traced.read(inputs, output).items():
-            listener(Operation(traced.layer, name), value)
-
-    return hook
 
 
 def _first_output(output: Any) -> torch.Tensor:
@@ -120,7 +114,7 @@ def _modules(model: ModelConfig) -> Iterator[tuple[WeightRow, int | None]]:
                 yield row, layer
 
 
-def _hf_modules(theirs: Any, model: ModelConfig, length: int) -> Iterator[_TracedModule]:
+def _hf_modules(theirs: Any, model: ModelConfig, length: int) -> Iterator[_Traced]:
     """Operations of transformers' model that our model has too; `length` is that of the prompt."""
 
     def reading(after: str, before: str | None = None) -> Reading:
@@ -133,43 +127,35 @@ def _hf_modules(theirs: Any, model: ModelConfig, length: int) -> Iterator[_Trace
 
         return read
 
-    yield _TracedModule(None, theirs.get_input_embeddings(), reading("embed_tokens"))
+    yield None, theirs.get_input_embeddings(), reading("embed_tokens")
     if _has_one_table(model):
-        yield _TracedModule(None, theirs.model.rotary_emb, lambda inputs, output: {"rope": _table(output)})
+        yield None, theirs.model.rotary_emb, lambda inputs, output: {"rope": _table(output)}
     for row, layer in _modules(model):
         for tensor in row.hf:
             module = theirs.get_submodule(_path(tensor, layer))
-            yield _TracedModule(layer, module, reading(_operation(tensor), _INPUTS.get(row.name)))
+            yield layer, module, reading(_operation(tensor), _INPUTS.get(row.name))
     first = next(tensor for row in weight_rows(model) if row.is_per_layer for tensor in row.hf)
     layers = theirs.get_submodule(first.partition(".*")[0])
     for layer in range(model.num_layers):
-        yield _TracedModule(layer, layers[layer], reading("mlp residual"))
-    yield _TracedModule(None, theirs.get_output_embeddings(), reading("lm_head"))
+        yield layer, layers[layer], reading("mlp residual")
+    yield None, theirs.get_output_embeddings(), reading("lm_head")
 
 
-def _our_modules(ours: LlamaModel, model: ModelConfig) -> Iterator[_TracedModule]:
+def _our_modules(ours: LlamaModel, model: ModelConfig) -> Iterator[_Traced]:
     """The same operations of our model, whose hidden states are [S, 1, H]."""
-    layers, dtype = ours.decoder.layers, next(ours.parameters()).dtype
-    embedding, num_vocab_rows = ours.embedding, ours.num_vocab_rows
+    dtype, embedding, num_vocab_rows = next(ours.parameters()).dtype, ours.embedding, ours.num_vocab_rows
     if family_called(model.model_type).scales_embedding:
-        yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[:, 0]})
+        yield None, embedding, lambda inputs, output: {"embed_tokens": output[:, 0]}
     else:
-        words = embedding.word_embeddings
-        yield _TracedModule(None, words, lambda inputs, output: {"embed_tokens": output[0]})
+        yield None, embedding.word_embeddings, lambda inputs, output: {"embed_tokens": output[0]}
     if _has_one_table(model):
-        yield _TracedModule(
-            None, ours.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)}
-        )
+        yield None, ours.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)}
     for row, layer in _modules(model):
-        yield _TracedModule(layer, ours.get_submodule(_path(row.name, layer)), _our_reading(row, ours.config))
-    for layer, module in enumerate(layers):
-        yield _TracedModule(
-            layer, module, lambda inputs, output: {"mlp residual": _first_output(output)[:, 0]}
-        )
+        yield layer, ours.get_submodule(_path(row.name, layer)), _our_reading(row, ours.config)
+    for layer, module in enumerate(ours.decoder.layers):
+        yield layer, module, lambda inputs, output: {"mlp residual": _first_output(output)[:, 0]}
     if model.logits_scaling == 1.0:  # else our output layer has scaled inputs
-        yield _TracedModule(
-            None, ours.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :num_vocab_rows]}
-        )
+        yield None, ours.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :num_vocab_rows]}
 
 
 def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:

@@ -7,6 +7,7 @@ are copied bit by bit; only weights in 8 bits become bf16, as all others of such
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -26,7 +27,8 @@ def keep(source: HFFolder, target: Path) -> None:
     dtypes = {tensor: source.dtype_of(tensor.name) for tensor in source.further}
     if not dtypes:
         return
-    with SafetensorsWriter(target, dtypes, dict.fromkeys((each.name for each in dtypes), MTP_FILE)) as file:
+    layout = dict.fromkeys((each.name for each in dtypes), MTP_FILE)
+    with closing(SafetensorsWriter(target, dtypes, layout)) as file:
         for block in _blocks(source, dtypes):
             file.write(block)
         file.check_complete()

@@ -206,11 +206,8 @@ def model_description(
         tokenizer: gives the ids of the bos and eos tokens; required without a source.
         dtype: the dtype of the weights.
     """
-    described: dict[str, Any] = {}
-    changed = SHAPE_FIELDS
-    if hf_source is not None:
-        described = _read_json(hf_source / "config.json")
-    family = transformers_family(model, described.get("model_type"))
+    described = {} if hf_source is None else _read_json(hf_source / "config.json")
+    family, changed = transformers_family(model, described.get("model_type")), SHAPE_FIELDS
     if hf_source is not None:
         now = dataclasses.replace(model, model_type=family.model_type)
         changed = frozenset(k for k, v in read_hf_config(hf_source).items() if v != getattr(now, k))
@@ -260,16 +257,10 @@ def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenize
         described = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     from patch.data.rendering.chat import end_of_turn  # takes 0.9 s; most conversions have no tokenizer
 
-    end = end_of_turn(tokenizer)
-    eos = described.get("eos_token_id")
-    if end is None:
-        return described
-    if eos is None or eos == []:
-        described["eos_token_id"] = end
-        return described
-    eos_ids = eos if isinstance(eos, list) else [eos]
-    if end not in eos_ids:
-        described["eos_token_id"] = [*eos_ids, end]
+    end, eos = end_of_turn(tokenizer), described.get("eos_token_id")
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if end is not None and end not in eos_ids:
+        described["eos_token_id"] = [*eos_ids, end] if eos_ids else end
     return described
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -105,7 +106,7 @@ def write_like(
     """
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for (name, shape), dtype in dtypes.items()}
     layout, total = known_layout(source, list(sizes)) or name_files(divide(sizes)), sum(sizes.values())
-    with SafetensorsWriter(folder, dtypes, layout) as files, progress(title, total) as advance:
+    with closing(SafetensorsWriter(folder, dtypes, layout)) as files, progress(title, total) as advance:
         for block in blocks:
             files.write(block)
             advance(block.values.nbytes)

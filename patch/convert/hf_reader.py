@@ -106,16 +106,6 @@ class HFFolder(WeightHeaders):
                     "transformers 5 takes it) and load again"
                 )
 
-    def _warn_of_rounding(self, dtype: torch.dtype, flag: str) -> None:
-        """Log once if conversion to this dtype may round checked tensors; float32 never rounds."""
-        weights = [tensor.name for tensor in self.tensors if len(tensor.shape) > 1]  # not float32 buffers
-        inexact = {self._headers[name].dtype for name in weights} - {SPELLINGS[dtype]}
-        if dtype != torch.float32 and inexact:
-            _logger.warning(
-                "weights stored as %s in %s are rounded to %s (%s)",
-                ", ".join(sorted(inexact)), self.folder, str(dtype).removeprefix("torch."), flag,
-            )  # fmt: skip
-
 
 def open_checked(folder: Path, model: ModelConfig, dtype: torch.dtype | None, flag: str) -> HFFolder:
     """Open a folder, check that it has the tensors of the model, and log if values will be rounded.
@@ -131,8 +121,14 @@ def open_checked(folder: Path, model: ModelConfig, dtype: torch.dtype | None, fl
     if not model.untie_embeddings_and_output_weights:
         (embedding,) = weights_table(model)[EMBEDDING_PARAMETER].hf
         source.check_copy(OUTPUT, embedding.name)
-    if dtype is not None:
-        source._warn_of_rounding(dtype, flag)
+    if dtype is None or dtype == torch.float32:  # never rounds
+        return source
+    weights = [tensor.name for tensor in source.tensors if len(tensor.shape) > 1]  # not float32 buffers
+    if inexact := {SPELLINGS[source.dtype_of(name)] for name in weights} - {SPELLINGS[dtype]}:
+        _logger.warning(
+            "weights stored as %s in %s are rounded to %s (%s)",
+            ", ".join(sorted(inexact)), folder, str(dtype).removeprefix("torch."), flag,
+        )  # fmt: skip
     return source
 
 

@@ -22,8 +22,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import ModelConfig
 from patch.convert.hf_config_files import write_tokenizer
-from patch.convert.live_weights import ExpertRanks, iter_hf_weights, mapped_parameters, write_received
-from patch.convert.mappings import HFBlock, HFTensor, TPShard
+from patch.convert.live_weights import ExpertRanks, fill, iter_hf_weights, write_received
+from patch.convert.mappings import HFBlock, HFTensor
 from patch.convert.merge import open_adapter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
 from patch.distributed.collectives import all_or_none
@@ -56,12 +56,8 @@ def import_adapter(
     Raises:
         ConversionError: on every rank, if the folder cannot be read or does not have these adapters.
     """
-    shard, experts = TPShard(groups.tp.rank(), groups.tp.size()), ExpertRanks.of(groups, model)
     with all_or_none():
-        source = open_adapter(local_path(folder), model, adapter)
-        for each in mapped_parameters(stages, model, shard.size, experts, adapter):
-            slices = [source[PEFT_PREFIX + tensor.name] for tensor in each.mapping.hf]
-            each.mapping.hf_to_megatron(each.parameter, slices, experts.tp if "#" in each.name else shard)
+        fill(stages, model, groups, open_adapter(local_path(folder), model, adapter), adapter=adapter)
 
 
 def export_adapter(

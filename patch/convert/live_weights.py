@@ -10,7 +10,7 @@ import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.config.schema import ModelConfig
 from patch.convert.hf_config_files import write_descriptions, write_index
 from patch.convert.hf_layout import FILE_BYTES, divide, name_files
-from patch.convert.hf_reader import open_checked
+from patch.convert.hf_reader import HFFolder, open_checked
 from patch.convert.mappings import HFBlock, HFTensor, TPShard, WeightMapping
 from patch.convert.merge import merged
 from patch.convert.safetensors_writer import SafetensorsWriter
@@ -32,7 +32,7 @@ from patch.convert.target_folder import partial_folder, publish, staging, writin
 from patch.convert.weight_table import Table, adapter_table, parameter_table, weights_table
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
-from patch.families.adapters import INSIDE, AdapterConfig
+from patch.families.adapters import INSIDE, PEFT_PREFIX, AdapterConfig
 from patch.families.weights import BUFFERS, table_name
 from patch.logger import get_logger
 from patch.model.nf4_product import dense_shape, dequantize, scale_table, write
@@ -103,6 +103,10 @@ class _Owner(NamedTuple):
     dtype: torch.dtype
 
 
+_Owners = dict[tuple[str, int], _Owner]
+"""Name and layer -> owner."""
+
+
 def iter_hf_weights(
     stages: Sequence[LanguageModule],
     model: ModelConfig,
@@ -137,37 +141,30 @@ def iter_hf_weights(
     tp, pp, to_all = groups.tp, groups.pp, receivers == "all"
     mapped = mapped_parameters(stages, model, tp.size(), ExpertRanks.of(groups, model), adapter)
     own = {(each.name, each.layer, each.expert): each.parameter for each in mapped}
-    dtypes = {(each.name, each.layer): each.dtype for each in mapped}
-    owners = {} if receivers == "stage" else _find_owners(dtypes, pp)
+    owners = {(each.name, each.layer): _Owner(pp.rank(), each.dtype) for each in mapped}
+    if receivers != "stage":
+        owners = _of_all_stages(owners, pp)
     table = adapter_table(model, adapter) if adapter else weights_table(model, stages[0].vocab_size)
     where = next(stages[0].parameters()).device if visit is None else visit.device
-    for name, layer, expert in _in_order(table, model.num_layers):
+    for name, layer, expert, owner in _owned(table, model.num_layers, owners, may_lack=receivers == "stage"):
         mapping, shard = table[name].at(layer, expert), own.get((name, layer, expert))
         if shard is not None:
-            shard = _readable(shard, dtypes[name, layer], visit)
+            shard = shard if visit is None else visit(shard)
+            shard = shard if shard.is_floating_point() else dequantize(shard, owner.dtype)
         shares = groups.expt_tp if "#" in name else tp
         shape = mapping.shard_shape(shares.size())
-        if "#" in name and (name, layer) in dtypes:
+        if "#" in name and owner.pp_rank == pp.rank():
             if shard is None:
-                shard = torch.empty(shape, dtype=dtypes[name, layer], device=where)
-            owner = expert // (mapping.num_experts // groups.ep.size())
-            dist.broadcast(shard, dist.get_global_rank(groups.ep, owner), group=groups.ep)
+                shard = torch.empty(shape, dtype=owner.dtype, device=where)
+            ep_rank = expert // (mapping.num_experts // groups.ep.size())
+            dist.broadcast(shard, dist.get_global_rank(groups.ep, ep_rank), group=groups.ep)
         if receivers != "stage":
-            if (name, layer) not in owners:
-                raise ConversionError(
-                    f"no pipeline stage has {mapping.hf[0].name}, expected all weights of the given shape"
-                )
-            shard = _cross_pipeline(shard, owners[name, layer], shape, where, pp, to_all=to_all)
+            shard = _cross_pipeline(shard, owner, shape, where, pp, to_all=to_all)
         if shard is not None:
             shards = _gather_shards(shard, mapping, shares, to_all=to_all or "#" in name)
             if shards and (to_all or tp.rank() == 0):
                 names = [tensor.name for tensor in mapping.hf]
                 yield from zip(names, mapping.megatron_to_hf(shards, device), strict=True)
-
-
-def _readable(shard: torch.Tensor, dtype: torch.dtype, visit: GatherOne | None) -> torch.Tensor:
-    shard = shard if visit is None else visit(shard)
-    return shard if shard.is_floating_point() else dequantize(shard, dtype)
 
 
 class Receipt:
@@ -259,17 +256,23 @@ def _in_order(table: Table, num_layers: int) -> Iterator[tuple[str, int, int]]:
                     yield from ((name, layer, expert) for expert in range(mapping.num_experts))
 
 
-def _find_owners(
-    own: dict[tuple[str, int], torch.dtype], pp: dist.ProcessGroup
-) -> dict[tuple[str, int], _Owner]:
-    """Return the pipeline rank of every parameter, by name and layer; a collective over `pp`."""
-    dtypes: list[dict[tuple[str, int], torch.dtype]] = [{} for _ in range(pp.size())]
-    dist.all_gather_object(dtypes, own, group=pp)
-    return {
-        key: _Owner(rank, dtype)
-        for rank, rank_dtypes in enumerate(dtypes)
-        for key, dtype in rank_dtypes.items()
-    }
+def _owned(
+    table: Table, num_layers: int, owners: _Owners, *, may_lack: bool
+) -> Iterator[tuple[str, int, int, _Owner]]:
+    """Yield the parameters of `_in_order` with their owners; all of them, or those that have one."""
+    for name, layer, expert in _in_order(table, num_layers):
+        if (owner := owners.get((name, layer))) is not None:
+            yield name, layer, expert, owner
+        elif not may_lack:
+            lacking = table[name].at(layer, expert).hf[0].name
+            raise ConversionError(f"no pipeline stage has {lacking}, expected all weights of the given shape")
+
+
+def _of_all_stages(own: _Owners, pp: dist.ProcessGroup) -> _Owners:
+    """Return the owners of the parameters of all pipeline ranks; a collective over `pp`."""
+    found: list[_Owners] = [{} for _ in range(pp.size())]
+    dist.all_gather_object(found, own, group=pp)
+    return {key: owner for of_rank in found for key, owner in of_rank.items()}
 
 
 def _cross_pipeline(
@@ -339,22 +342,37 @@ def import_hf(
     Raises:
         ConversionError: on every rank, if the folder cannot be read or does not fit the model.
     """
-    folder, shard = local_path(folder), TPShard(groups.tp.rank(), groups.tp.size())
-    experts = ExpertRanks.of(groups, model)
+    folder = local_path(folder)
     with all_or_none():
         if not (folder / "config.json").is_file():
             raise ConversionError(f"{folder} has no config.json, expected the folder of a Hugging Face model")
         source = open_checked(folder, model, next(stages[0].parameters()).dtype, "PR, --precision")
         if source.further:
             _logger.info("%s: its MTP layers are not trained; exports of this run will lack them", folder)
-        for each in mapped_parameters(stages, model, shard.size, experts):
-            slices = [source[tensor.name] for tensor in each.mapping.hf]
-            written = each.parameter if visit is None else visit(each.parameter)
-            is_dense, tp = written.is_floating_point(), experts.tp if "#" in each.name else shard
-            target = written if is_dense else written.new_empty(dense_shape(written), dtype=each.dtype)
-            each.mapping.hf_to_megatron(target, slices, tp)
-            if not is_dense:
-                write(written, target, partial(_part_of_scales, each.mapping, slices, target, tp))
+        fill(stages, model, groups, source, visit=visit)
+
+
+def fill(
+    stages: Sequence[LanguageModule],
+    model: ModelConfig,
+    groups: ProcessGroupCollection,
+    source: HFFolder,
+    *,
+    adapter: AdapterConfig | None = None,
+    visit: GatherOne | None = None,
+) -> None:
+    """Fill the parameters of `import_hf`, or those of adapters from a PEFT folder, from a checked folder."""
+    shard, experts = TPShard(groups.tp.rank(), groups.tp.size()), ExpertRanks.of(groups, model)
+    prefix = PEFT_PREFIX if adapter else ""
+    for each in mapped_parameters(stages, model, shard.size, experts, adapter):
+        slices = [source[prefix + tensor.name] for tensor in each.mapping.hf]
+        tp = experts.tp if "#" in each.name else shard
+        target = each.parameter if visit is None else visit(each.parameter)
+        is_dense = target.is_floating_point()
+        values = target if is_dense else target.new_empty(dense_shape(target), dtype=each.dtype)
+        each.mapping.hf_to_megatron(values, slices, tp)
+        if not is_dense:
+            write(target, values, partial(_part_of_scales, each.mapping, slices, values, tp))
 
 
 def _part_of_scales(
@@ -461,7 +479,7 @@ def write_received(
         block_of: returns the block to write for a tensor.
     """
     try:
-        with SafetensorsWriter(partial, dtypes, layout) as files:
+        with closing(SafetensorsWriter(partial, dtypes, layout)) as files:
             for received in weights if dtypes else ():
                 files.write(block_of(*received))
             files.check_complete()

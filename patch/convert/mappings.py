@@ -1,9 +1,21 @@
 """Layouts of megatron-core parameters made of Hugging Face tensors, for both directions of a conversion.
 
-Each class has one method for its layout, `hf_slices`: the slices of the Hugging Face tensors that make up the
-shard of a tensor-parallel rank, in order. Both directions use it, so they cannot disagree.
+`WeightMapping.hf_slices` returns the slices of the Hugging Face tensors that make up the shard of a
+tensor-parallel rank, in order. Both directions use it, so they cannot disagree. The layouts, by kind, where a
+letter with a number is one row (q3 is row 3 of q_proj.weight):
 
-In the drawings below a letter with a number is one row: q3 is row 3 of q_proj.weight.
+ROW_PARALLEL      o_proj, down_proj: TP divides the columns
+    a b | c d                             TP 2   rank 0: a b        rank 1: c d
+    e f | g h                                            e f                g h
+VOCAB_PARALLEL    embedding, output layer: rows, with padding at the end
+    w0 w1 w2 w3 w4                        TP 2, padded to 8 rows   rank 0: w0 w1 w2 w3   rank 1: w4 0 0 0
+COLUMN_PARALLEL   each rank has its rows of gate, then its rows of up
+    gate_proj g0 g1 g2 g3                 TP 1   g0 g1 g2 g3 u0 u1 u2 u3
+    up_proj   u0 u1 u2 u3                 TP 2   rank 0: g0 g1 u0 u1       rank 1: g2 g3 u2 u3
+QKV               for each key/value group its query heads, its key head, its value head
+    q_proj q0 q1 q2 q3                    TP 1   q0 q1 k0 v0 q2 q3 k1 v1
+    k_proj k0 k1   v_proj v0 v1           TP 2   rank 0: q0 q1 k0 v0       rank 1: q2 q3 k1 v1
+JOINED_QKV, JOINED_GATE_UP: the same rows from one tensor, which has its sections one after the other
 
 Sources of the layouts: megatron/core/transformer/attention.py (get_query_key_value_tensors),
 megatron/core/transformer/mlp.py (glu), megatron/core/tensor_parallel/layers.py.
@@ -12,16 +24,15 @@ megatron/core/transformer/mlp.py (glu), megatron/core/tensor_parallel/layers.py.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import Any, NamedTuple
 
 import torch
 
 from patch.errors import ConversionError
-from patch.families.weights import HFTensor
+from patch.families.weights import HFTensor, Kind
 
 
 class TPShard(NamedTuple):
@@ -37,15 +48,6 @@ class TPShard(NamedTuple):
         return self.rank * rows, (self.rank + 1) * rows
 
 
-class HFSlice(NamedTuple):
-    """A slice of one of a mapping's Hugging Face tensors, along the mapping's axis."""
-
-    tensor: int
-    """Index in `WeightMapping.hf`."""
-    start: int
-    stop: int
-
-
 class HFBlock(NamedTuple):
     """A rectangle of a Hugging Face tensor."""
 
@@ -58,30 +60,39 @@ class HFBlock(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WeightMapping(ABC):
-    """A parameter and the Hugging Face tensors that it is made of; subclasses define the layout.
+class WeightMapping:
+    """A parameter and the Hugging Face tensors that it is made of."""
 
-    Args:
-        hf: the Hugging Face tensors; their order is part of the layout.
-        layers: numbers of the layers that have the parameter; only 0 outside of layers.
-        num_experts: copies per layer, one for each expert.
-        is_buffer: whether it is a float32 buffer, and no parameter.
-    """
-
+    kind: Kind
     hf: tuple[HFTensor, ...]
-    layers: Sequence[int] = field(default=range(1), kw_only=True)
-    num_experts: int = field(default=1, kw_only=True)
-    is_buffer: bool = field(default=False, kw_only=True)
+    """The Hugging Face tensors, in the order of the layout."""
+    layers: Sequence[int] = range(1)
+    """Numbers of the layers that have the parameter; only 0 outside of layers."""
+    num_experts: int = 1
+    """Copies per layer, one for each expert."""
+    is_buffer: bool = False
+    """Whether it is a float32 buffer, and no parameter."""
+    padded_rows: int | None = None
+    """Rows of the parameter with the padding of the vocabulary, or None without padding."""
+    num_groups: int | None = None
+    """Key/value groups of merged q, k, v, or None for other parameters."""
+    joined: tuple[int, ...] = ()
+    """Relative sizes of the sections of a joined tensor, such as (4, 1, 1) of q, k, v."""
 
-    axis: ClassVar[int] = 0
-    """The axis that TP divides, and along which the slices are concatenated."""
-    replicated: ClassVar[bool] = False
-    """Whether every tensor-parallel rank has the whole parameter."""
+    @property
+    def axis(self) -> int:
+        """The axis that TP divides, and along which the slices are concatenated."""
+        return int(self.kind is Kind.ROW_PARALLEL)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every tensor-parallel rank has the whole parameter."""
+        return self.kind is Kind.REPLICATED
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole (unsharded) parameter."""
-        rows = sum(tensor.shape[0] for tensor in self.hf)
+        """Shape of the whole (unsharded) parameter, with padding."""
+        rows = self.padded_rows or sum(tensor.shape[0] for tensor in self.hf)
         return (rows, *self.hf[0].shape[1:])
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
@@ -90,9 +101,29 @@ class WeightMapping(ABC):
             return self.shape
         return tuple(size // tp_size if axis == self.axis else size for axis, size in enumerate(self.shape))
 
-    @abstractmethod
-    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """Return the slices that make up this shard, in order; the rest of the shard is padding."""
+    def hf_slices(self, shard: TPShard) -> Iterator[tuple[int, int, int]]:
+        """Yield the slices along `axis` that make up this shard, in order: index in `hf`, start, stop.
+        The rest of the shard is padding.
+
+        Each group of rows (of a key/value group, otherwise of a rank) has its part of every section.
+        """
+        shard = TPShard(0, 1) if self.replicated else shard
+        num_groups = self.num_groups or shard.size
+        for group in range(*shard.span(num_groups)):
+            for index, begin, length in self._sections():
+                last = self.hf[index].shape[self.axis]
+                start, stop = (begin + end for end in TPShard(group, num_groups).span(length))
+                yield index, min(start, last), min(stop, last)
+
+    def _sections(self) -> Iterator[tuple[int, int, int]]:
+        """Yield index in `hf`, begin and length along `axis` of each section, such as all keys."""
+        if self.joined:
+            unit = self.hf[0].shape[0] // sum(self.joined)
+            for before, share in zip(accumulate(self.joined, initial=0), self.joined, strict=False):
+                yield 0, before * unit, share * unit
+        else:
+            for index, tensor in enumerate(self.hf):
+                yield index, 0, self.padded_rows or tensor.shape[self.axis]
 
     def at(self, layer: int, expert: int = 0) -> WeightMapping:
         """Return the mapping of one layer, 0-based over the whole model, and one of its experts."""
@@ -179,123 +210,3 @@ class WeightMapping(ABC):
                 begin, length = column if self.axis else row, values.shape[self.axis]
                 whole[name].narrow(self.axis, begin, length).copy_(values)
         return list(whole.values())
-
-
-class ReplicatedMapping(WeightMapping):
-    """A tensor that is replicated on every tensor-parallel rank, such as a norm's weight.
-
-    Hugging Face       megatron-core, any TP
-    w0 w1 w2 w3   ->   w0 w1 w2 w3 on every rank
-    """
-
-    replicated = True
-
-    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """Return the whole tensor for every shard."""
-        return [HFSlice(0, 0, self.hf[0].shape[0])]
-
-
-class RowParallelMapping(WeightMapping):
-    """A row-parallel linear layer (o_proj, down_proj): TP divides its input, the columns.
-
-    Hugging Face [out, in]        megatron-core, TP 2
-    a b | c d                     rank 0: a b      rank 1: c d
-    e f | g h                ->           e f              g h
-    """
-
-    axis = 1
-
-    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """Return the columns of this rank."""
-        return [HFSlice(0, *shard.span(self.hf[0].shape[1]))]
-
-
-@dataclass(frozen=True)
-class VocabParallelMapping(WeightMapping):
-    """Embedding or output layer: rows of the vocabulary, padded at the end to `padded_vocab_size` rows.
-
-    Hugging Face, 5 rows       megatron-core, TP 2, padded to 8 rows
-    w0 w1 w2 w3 w4        ->   rank 0: w0 w1 w2 w3      rank 1: w4 0 0 0
-    """
-
-    padded_vocab_size: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter, padding included."""
-        return (self.padded_vocab_size, *self.hf[0].shape[1:])
-
-    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """Return the rows of this rank, without padding."""
-        start, stop = shard.span(self.padded_vocab_size)
-        rows = self.hf[0].shape[0]
-        return [HFSlice(0, min(start, rows), min(stop, rows))]
-
-
-class ColumnParallelMapping(WeightMapping):
-    """The first layer of an MLP (linear_fc1): each rank has its rows of gate, then its rows of up.
-
-        Hugging Face            megatron-core, TP 1            megatron-core, TP 2
-        gate_proj g0 g1 g2 g3   g0 g1 g2 g3 u0 u1 u2 u3   or   rank 0: g0 g1 u0 u1
-        up_proj   u0 u1 u2 u3                                  rank 1: g2 g3 u2 u3
-
-    `hf` is (gate, up), both [ffn, H]; without a gate (up,).
-    """
-
-    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """Return [gate; up] of this rank."""
-        return [HFSlice(index, *shard.span(tensor.shape[0])) for index, tensor in enumerate(self.hf)]
-
-
-@dataclass(frozen=True)
-class QKVMapping(WeightMapping):
-    """Merged q, k, v (linear_qkv): for each key/value group its query heads, its key head and its value head.
-
-        Hugging Face, 2 groups of 2 query heads, head size 1     megatron-core, TP 1
-        q_proj q0 q1 q2 q3                                       q0 q1 k0 v0 q2 q3 k1 v1
-        k_proj k0 k1                                             megatron-core, TP 2
-        v_proj v0 v1                                             rank 0: q0 q1 k0 v0
-                                                                 rank 1: q2 q3 k1 v1
-
-    `hf` is (q, k, v): q is [groups * queries per group * head size, H], k and v [groups * head size, H].
-    """
-
-    num_groups: int
-
-    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """Return [queries, key, value] of each group of this rank."""
-        rows = [tensor.shape[0] // self.num_groups for tensor in self.hf]
-        return [
-            HFSlice(index, group * rows[index], (group + 1) * rows[index])
-            for group in range(*shard.span(self.num_groups))
-            for index in range(3)
-        ]
-
-
-@dataclass(frozen=True)
-class JoinedQKVMapping(QKVMapping):
-    """QKVMapping of one tensor that has all queries, then all keys, then all values (Phi-3's qkv_proj)."""
-
-    queries: int
-    """Query heads of a group."""
-
-    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """Return [queries, key, value] of each group of this rank."""
-        head = self.hf[0].shape[0] // (self.num_groups * (self.queries + 2))
-        begins = (0, self.queries), (self.queries, 1), (self.queries + 1, 1)
-        return [
-            HFSlice(0, first, first + heads * head)
-            for group in range(*shard.span(self.num_groups))
-            for before, heads in begins
-            for first in [(before * self.num_groups + group * heads) * head]
-        ]
-
-
-class JoinedGateUpMapping(WeightMapping):
-    """ColumnParallelMapping of one tensor that has all rows of gate, then of up (Phi-3's gate_up_proj)."""
-
-    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """Return [gate; up] of this rank."""
-        half = self.hf[0].shape[0] // 2
-        start, stop = shard.span(half)
-        return [HFSlice(0, start, stop), HFSlice(0, half + start, half + stop)]

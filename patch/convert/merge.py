@@ -32,7 +32,7 @@ from patch.errors import ConfigError, ConversionError
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig, base_rows, factor_names, hf_tensors
 from patch.preflight.model_of_folder import adapter_at, is_hf_folder, run_behind
 from patch.preflight.weight_files import check_adapter
-from patch.storage.hub import fetch, hub_name
+from patch.storage.hub import local_model
 from patch.storage.names import ADAPTER_CONFIG_NAME, ADAPTER_FOLDER, TOKENIZER_FILES, iteration_of
 from patch.storage.places import AnyPath, StrPath, any_path, local_path
 
@@ -150,8 +150,7 @@ def _base_folder(base: StrPath | None) -> Path:
     cure = "expected the base as a Hugging Face folder: llama-patch merge --base HF_FOLDER --adapter RUN"
     if base is None:
         raise ConversionError(f"no run names the base of the adapters, {cure}")
-    name = hub_name(os.fspath(base), "model")
-    folder = local_path(base) if name is None else fetch(name, "weights", error_type=ConversionError)
+    folder = local_model(str(local_path(base)), "weights", ConversionError)
     if not is_hf_folder(folder):
         raise ConversionError(f"got {folder}, {cure}")
     return folder.resolve()

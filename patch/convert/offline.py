@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import chain, cycle, product
 from operator import itemgetter
 from pathlib import Path
@@ -109,8 +110,7 @@ def _write_checkpoint(source: HFFolder, target: Path, model: ModelConfig, dtype:
     )
     with writing(target):
         target.mkdir()
-        writer = PieceWriter(target)
-        try:
+        with closing(PieceWriter(target)) as writer:
             with progress(f"{source.folder.name} to megatron-core", total_bytes) as advance:
                 for piece, shape in _prefetched(_read_pieces(source, model, dtype)):
                     writer.add(piece, shape)
@@ -118,8 +118,6 @@ def _write_checkpoint(source: HFFolder, target: Path, model: ModelConfig, dtype:
             for key in _extra_states(model):
                 writer.add_object(key, None)
             writer.finish({"iteration": 0, "checkpoint_version": 3.0})
-        finally:
-            writer.close()
 
 
 def _read_pieces(

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ class _TensorPlace(NamedTuple):
 
 
 class SafetensorsWriter:
-    """Creates files with headers and space for their tensors; a context manager that closes them.
+    """Creates files with headers and space for their tensors; use it within `contextlib.closing`.
 
     Args:
         folder: an existing folder.
@@ -110,12 +109,8 @@ class SafetensorsWriter:
                 f"{wrong[0]}: {what} in the checkpoint ({len(wrong)} such tensors); take another checkpoint"
             )
 
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the files."""
         for descriptor in self._descriptors:
             os.close(descriptor)
 

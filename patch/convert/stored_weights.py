@@ -48,22 +48,12 @@ class _StoredParameter(NamedTuple):
     name: str
     """Name in the weight table."""
     layer: int | None
-    """None if the tensor contains all layers, or is outside of layers."""
-    expert: int | None = None
-    """None if the tensor contains all experts of its layer, or belongs to no expert."""
+    """None if the tensor contains all layers, on a leading axis; 0 outside of layers."""
+    expert: int | None
+    """None if the tensor contains all experts of its layer, on the next axis; 0 if it belongs to none."""
     half: int | None = None
     """0 or 1 for gate or up alone."""
     tp_rank: int = 0
-
-    @property
-    def has_all_layers(self) -> bool:
-        """Whether layers are stacked on a leading axis."""
-        return self.layer is None and "*" in self.name
-
-    @property
-    def has_all_experts(self) -> bool:
-        """Whether experts are stacked on an axis, after the layer axis."""
-        return self.expert is None and "#" in self.name
 
 
 class StoredWeights:
@@ -124,7 +114,7 @@ class StoredWeights:
 
     def _check_tensor(self, key: str, place: _StoredParameter, stored: StoredTensor, table: Table) -> None:
         mapping = table.get(place.name)
-        layers = range(self._model.num_layers) if place.has_all_layers else [place.layer or 0]
+        layers = range(self._model.num_layers) if place.layer is None else [place.layer]
         if (
             mapping is None
             or not {*layers} <= {*mapping.layers}
@@ -136,8 +126,8 @@ class StoredWeights:
                 "with --hf-config"
             )
         expected = mapping.shard_shape(self._tp_size) if place.half is None else mapping.hf[place.half].shape
-        expected = (mapping.num_experts, *expected) if place.has_all_experts else expected
-        expected = (self._model.num_layers, *expected) if place.has_all_layers else expected
+        expected = (mapping.num_experts, *expected) if place.expert is None else expected
+        expected = (self._model.num_layers, *expected) if place.layer is None else expected
         if stored.shape != expected:
             at = f" at TP {self._tp_size}" if self._tp_size > 1 else ""
             raise ConversionError(
@@ -171,10 +161,8 @@ class StoredWeights:
 
     def _copies(self, place: _StoredParameter) -> Iterator[tuple[int, int]]:
         """Return layers and experts in a stored tensor; 0 outside of them."""
-        layers = range(self._model.num_layers) if place.has_all_layers else (place.layer or 0,)
-        experts = (
-            range(self._table[place.name].num_experts) if place.has_all_experts else (place.expert or 0,)
-        )
+        layers = range(self._model.num_layers) if place.layer is None else (place.layer,)
+        experts = range(self._table[place.name].num_experts) if place.expert is None else (place.expert,)
         return product(layers, experts)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -213,11 +201,11 @@ class StoredWeights:
         }
         for key, offsets, values in self._reader.pieces(self._places.keys() - copies):
             place = self._places[key]
-            num_axes = place.has_all_layers + place.has_all_experts
+            num_axes = (place.layer is None) + (place.expert is None)
             for index in product(*map(range, values.shape[:num_axes])):
                 numbers = [offset + number for offset, number in zip(offsets, index, strict=False)]
-                layer = numbers.pop(0) if place.has_all_layers else place.layer or 0
-                expert = numbers.pop(0) if place.has_all_experts else place.expert or 0
+                layer = numbers.pop(0) if place.layer is None else place.layer
+                expert = numbers.pop(0) if place.expert is None else place.expert
                 mapping = self._table[place.name].at(layer, expert)
                 yield from self._blocks(place, mapping, values[index], offsets[num_axes:])
 
@@ -239,7 +227,8 @@ def _places(reader: TorchDistReader, prefix: str | None) -> Iterator[tuple[str, 
             name = _LAYER.sub("layers.", name).replace("layers.", "layers.*.")
             half = next((half for ending, half in _HALVES.items() if name.endswith(ending)), None)
             name, expert = _expert(name if half is None else name[:-2])
-            yield key, _StoredParameter(table_name(name), int(match[1]) if match else None, expert, half)
+            layer = int(match[1]) if match else None if "*" in name else 0
+            yield key, _StoredParameter(table_name(name), layer, expert, half)
 
 
 def _prefix(reader: TorchDistReader) -> str:
@@ -256,10 +245,11 @@ def _prefix(reader: TorchDistReader) -> str:
 
 
 def _expert(name: str) -> tuple[str, int | None]:
-    """Return the name with `#` for the expert's number, and that number."""
+    """Return the name with `#` for the expert's number, and that number as in `_StoredParameter`."""
     match = _EXPERT.search(name)
-    number = int(match[1]) if match and match[1] else None
-    return _EXPERT.sub(".experts.local_experts.#.", name), number
+    if match is None:
+        return name, 0
+    return _EXPERT.sub(".experts.local_experts.#.", name), int(match[1]) if match[1] else None
 
 
 def _places_by_rank(reader: LegacyReader) -> Iterator[tuple[str, _StoredParameter]]:
@@ -275,8 +265,8 @@ def _places_by_rank(reader: LegacyReader) -> Iterator[tuple[str, _StoredParamete
         first = first_layers[tp_rank]
         for key, name in tensors:
             match = _LAYER.search(name)
-            layer = first + int(match[1]) if match else None
-            if layer is not None:
+            layer = first + int(match[1]) if match else 0
+            if match:
                 first_layers[tp_rank] = max(first_layers[tp_rank], layer + 1)
             name, expert = _expert(_LAYER.sub("layers.*.", name))
             yield key, _StoredParameter(table_name(name), layer, expert, tp_rank=tp_rank)

@@ -70,27 +70,24 @@ def _check_target(target: Path, sources: Sequence[Path], overwrite: bool, kind: 
             raise ConversionError(f"{target} {what} the weights came from; give another one to write to")
     if target.is_mount():
         raise ConversionError(f"{target} is a mount point, which nothing can replace; give a folder in it")
-    if target.exists() and not _is_replaceable(target, kind):
+    is_used = target.exists() and not (target.is_dir() and not any(target.iterdir()))
+    if is_used and _kind_of(target) != kind:
         raise ConversionError(
             f"{target} exists and is no {kind} (it has no {_MARKS[kind]}), so it is not replaced: give "
             "another folder or remove it"
         )
-    if target.exists() and any(target.iterdir()) and not overwrite:
+    if is_used and not overwrite:
         raise ConversionError(
             f"{target} holds a {kind} already: give another folder (--save), or --overwrite to replace it"
         )
 
 
-def _is_replaceable(target: Path, kind: Kind) -> bool:
-    if not target.is_dir():
-        return False
-    is_model, is_released = (target / "config.json").is_file(), (target / RELEASE).is_dir()
-    is_kind = {
-        "Hugging Face model": is_model and not is_released,
-        "converted checkpoint": is_model and is_released,
-        "PEFT adapter": (target / ADAPTER_CONFIG_NAME).is_file() and not is_model and not is_released,
-    }
-    return is_kind[kind] or not any(target.iterdir())
+def _kind_of(folder: Path) -> Kind | None:
+    is_released = (folder / RELEASE).is_dir()
+    if (folder / "config.json").is_file():
+        return "converted checkpoint" if is_released else "Hugging Face model"
+    is_adapter = (folder / ADAPTER_CONFIG_NAME).is_file() and not is_released
+    return "PEFT adapter" if is_adapter else None
 
 
 @contextmanager

@@ -5,31 +5,16 @@ Building a table takes microseconds, so it is not cached.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from patch.config.schema import ModelConfig
-from patch.convert.mappings import (
-    ColumnParallelMapping,
-    JoinedGateUpMapping,
-    JoinedQKVMapping,
-    QKVMapping,
-    ReplicatedMapping,
-    RowParallelMapping,
-    VocabParallelMapping,
-    WeightMapping,
-)
+from patch.convert.mappings import WeightMapping
 from patch.families import Kind, WeightRow, expert_layers, stored_rows
 from patch.families.adapters import AdapterConfig, adapter_rows
 from patch.families.weights import OTHER_NAMES, TIED_OUTPUT, HFTensor
 
 Table = dict[str, WeightMapping]
 """Parameter name -> mapping; `*` is the layer's number in the whole model, `#` the expert's number."""
-
-_CLASSES: dict[Kind, Any] = {
-    Kind.REPLICATED: ReplicatedMapping, Kind.ROW_PARALLEL: RowParallelMapping, Kind.QKV: QKVMapping,
-    Kind.COLUMN_PARALLEL: ColumnParallelMapping, Kind.VOCAB_PARALLEL: VocabParallelMapping,
-    Kind.JOINED_QKV: JoinedQKVMapping, Kind.JOINED_GATE_UP: JoinedGateUpMapping,
-}  # fmt: skip
 
 
 class CheckpointLocation(NamedTuple):
@@ -91,12 +76,11 @@ def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> T
 
 def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> WeightMapping:
     hf = tuple(HFTensor(name, shape) for name, shape in row.hf.items())
-    of_row = ("layers", "num_experts", "is_buffer")
-    copies: dict[str, Any] = {name: getattr(row, name) for name in of_row}
     groups = model.num_query_groups
-    numbers = {
-        Kind.QKV: (groups,),
-        Kind.JOINED_QKV: (groups, model.num_attention_heads // groups),
-        Kind.VOCAB_PARALLEL: (padded_vocab_size,),
-    }
-    return _CLASSES[row.kind](hf, *numbers.get(row.kind, ()), **copies)
+    joined = {Kind.JOINED_QKV: (model.num_attention_heads // groups, 1, 1), Kind.JOINED_GATE_UP: (1, 1)}
+    return WeightMapping(
+        row.kind, hf, row.layers, row.num_experts, row.is_buffer,
+        padded_rows=padded_vocab_size if row.kind is Kind.VOCAB_PARALLEL else None,
+        num_groups=groups if row.kind in (Kind.QKV, Kind.JOINED_QKV) else None,
+        joined=joined.get(row.kind, ()),
+    )  # fmt: skip

@@ -17,12 +17,12 @@ import os
 import time
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.storage.atomic import write_atomically
-from patch.storage.places import AnyPath, NewFile, open_to_read, windows_of
+from patch.storage.places import AnyPath, EarlyFlush, open_to_read, windows_of
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_json
 
@@ -55,12 +55,16 @@ def content(path: AnyPath) -> Checksum:
 class SummedFile:
     """A new binary file whose length and checksum are computed while it is written; replaces an older file.
 
+    In an object store the file appears at `finish` or not at all.
+
     Raises:
         OSError: in all methods, if the file cannot be created or written.
     """
 
     def __init__(self, path: AnyPath) -> None:
-        self._file = NewFile(path)
+        self._early = None if isinstance(path, RemotePath) else EarlyFlush()
+        self._errors = path.errors if isinstance(path, RemotePath) else nullcontext
+        self._stream: Any = path.open_to_upload() if isinstance(path, RemotePath) else path.open("wb")
         self._length = self._crc = 0
         self.error: OSError | None = None
         """The error of `write`; callers such as torch.save may replace it by another error."""
@@ -72,7 +76,10 @@ class SummedFile:
                 for begin in range(0, len(values), _WINDOW_BYTES):
                     window = values[begin : begin + _WINDOW_BYTES]
                     self._crc = zlib.crc32(window, self._crc)
-                    self._file.write(window)
+                    with self._errors():
+                        self._stream.write(window)
+                    if self._early is not None:
+                        self._early.wrote(len(window), self._stream.fileno())
                     self._length += len(window)
             except OSError as error:
                 self.error = error
@@ -87,13 +94,21 @@ class SummedFile:
         return self._length
 
     def finish(self) -> Checksum:
-        """Sync the file to the disk and close it; return its length and checksum."""
-        self._file.commit()
+        """Make the file durable, or upload the rest and give the file its name; return its checksum."""
+        with self._errors():
+            if self._early is not None:
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+            self._stream.close()
         return Checksum(self._length, f"{self._crc:08x}")
 
     def close(self) -> None:
-        """Close the file; an unfinished file is discarded."""
-        self._file.discard()
+        """Close the file; cancel an upload that is not finished."""
+        with suppress(Exception):  # another error is the reason for closing it early
+            if self._early is None and not self._stream.closed:
+                self._stream.closed = True  # else the garbage collector would upload the rest
+                self._stream.discard()
+            self._stream.close()
 
 
 def write_summed(path: AnyPath, data: bytes) -> Checksum:
@@ -102,13 +117,9 @@ def write_summed(path: AnyPath, data: bytes) -> Checksum:
     Raises:
         OSError: the file cannot be written.
     """
-
-    file = SummedFile(path)
-    try:
+    with closing(SummedFile(path)) as file:
         file.write(data)
         return file.finish()
-    finally:
-        file.close()
 
 
 def difference(path: AnyPath, expected: Checksum) -> str | None:

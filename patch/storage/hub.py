@@ -175,6 +175,12 @@ def fetch(
     raise error_type(f"{name.repo} {found}, and {reason}", field=field) from cause
 
 
+def local_model(text: str, wanted: Wanted, error_type: type[PatchError]) -> Path:
+    """Return the folder of a text that is a path, or a model's name of the hub; errors as in `fetch`."""
+    name = hub_name(text, "model")
+    return Path(text) if name is None else fetch(name, wanted, error_type=error_type)
+
+
 def _reason(error: Exception, name: HubName) -> str:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -13,10 +13,8 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
 
 from patch.errors import ConfigError, ConversionError
 from patch.storage.remote import RemotePath, Stat, is_url
@@ -142,42 +140,6 @@ class EarlyFlush:
             self._num_bytes = 0
             for descriptor in descriptors:
                 _sync_file_range(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
-
-
-class NewFile:
-    """A file that is written piece by piece. In an object store it appears at `commit` or not at all.
-
-    Raises:
-        OSError: in all methods except `discard`, if the file cannot be written.
-    """
-
-    def __init__(self, path: AnyPath) -> None:
-        self._early = None if isinstance(path, RemotePath) else EarlyFlush()
-        self._errors = path.errors if isinstance(path, RemotePath) else nullcontext
-        self._stream: Any = path.open_to_upload() if isinstance(path, RemotePath) else path.open("wb")
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
-        with self._errors():
-            self._stream.write(data)
-        if self._early is not None:
-            self._early.wrote(len(data), self._stream.fileno())
-
-    def commit(self) -> None:
-        """Make the file durable, or upload the rest and give the file its name."""
-        with self._errors():
-            if self._early is not None:
-                self._stream.flush()
-                os.fsync(self._stream.fileno())
-            self._stream.close()
-
-    def discard(self) -> None:
-        """Close the file; cancel an upload that is not committed."""
-        with suppress(Exception):  # another error is the reason for the discard
-            if self._early is None and not self._stream.closed:
-                self._stream.closed = True  # else the garbage collector would upload the rest
-                self._stream.discard()
-            self._stream.close()
 
 
 def check_kind(path: Path) -> None:

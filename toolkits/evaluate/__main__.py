@@ -126,26 +126,22 @@ def _weights(model: str) -> list[str]:
 
 
 def _work(config: RunConfig, arguments: Sequence[str]) -> int:
-    """Work as a worker; `arguments` are the file of the scores, or folder, K and temperature of a store."""
-    from patch.compat import quick_start
+    """Work as a worker. Rank 0 prints the scores.
 
-    if len(arguments) == 1:
-        return _evaluate(config, *arguments)
-    with quick_start():
-        from patch.training.teacher import write_store
-
-    folder, top_k, temperature = arguments
-    write_store(config, Path(folder), int(top_k), float(temperature))
-    return 0
-
-
-def _evaluate(config: RunConfig, result: str) -> int:
-    """Evaluate as a worker. Rank 0 prints the scores, and writes them to `result` unless it is empty."""
+    Args:
+        arguments: the file of the scores, or ""; or folder, K and temperature of a teacher's store.
+    """
     from patch.compat import quick_start
 
     with quick_start():
         from patch.training.tasks.suite import scores_of_weights
+        from patch.training.teacher import write_store
 
+    result, *of_store = arguments
+    if of_store:
+        top_k, temperature = of_store
+        write_store(config, Path(result), int(top_k), float(temperature))
+        return 0
     scores = scores_of_weights(config)
     if os.environ["RANK"] != "0":
         return 0

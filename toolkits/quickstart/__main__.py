@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,16 +49,13 @@ def launcher_command(space: Workspace, precision: str, more_flags: Sequence[str]
     return ["bash", str(LAUNCHER), *positions, *flags]
 
 
-def train(
-    space: Workspace, precision: str, more_flags: Sequence[str] = (), num_processes: int = NUM_PROCESSES
-) -> int:
+def train(space: Workspace, precision: str, more_flags: Sequence[str]) -> int:
     """Run the launcher with processes on the CPU; return its exit code.
 
     Args:
         precision: position 9.
-        num_processes: number of model replicas.
     """
-    settings = {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": str(num_processes)}
+    settings = {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": str(NUM_PROCESSES)}
     command = launcher_command(space, precision, more_flags)
     shown = [f"{name}={value}" for name, value in settings.items()] + [shlex.join(command)]
     print(" ".join(shown), flush=True)
@@ -87,19 +83,7 @@ def train_base(space: Workspace, precision: str) -> int:
     return code
 
 
-class Answered(NamedTuple):
-    """A held-out question and the model's answer."""
-
-    example: Example
-    output: str
-
-    @property
-    def is_right(self) -> bool:
-        """Whether the answer is equal, including case and white space."""
-        return self.output == self.example.answer
-
-
-def answer(folder: Path, examples: list[Example]) -> list[Answered]:
+def answer(folder: Path, examples: list[Example]) -> list[str]:
     """Return greedy answers of the Hugging Face model in `folder`, all questions in one left-padded batch."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.padding_side = "left"
@@ -108,28 +92,29 @@ def answer(folder: Path, examples: list[Example]) -> list[Answered]:
     texts = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
     prompts = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
     tokens = model.generate(**prompts, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
-    outputs = tokenizer.batch_decode(tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [Answered(example, text) for example, text in zip(examples, outputs, strict=True)]
+    return tokenizer.batch_decode(tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def exact_match_percent(answered: list[Answered]) -> float:
-    """Return the share of right answers, 0 to 100."""
-    return 100.0 * sum(each.is_right for each in answered) / len(answered)
+def exact_match_percent(examples: list[Example], outputs: list[str]) -> float:
+    """Return the share of answers, 0 to 100, that are equal, including case and white space."""
+    return 100.0 * sum(map(str.__eq__, outputs, (each.answer for each in examples))) / len(examples)
 
 
-def report(space: Workspace, answered: list[Answered], seconds: float) -> None:
+def report(space: Workspace, examples: list[Example], outputs: list[str], seconds: float) -> None:
     """Print some answers, the losses, the share of right answers, and the paths of plot and model.
 
     Args:
+        examples, outputs: held-out questions, and the model's answers.
         seconds: time of the whole quickstart.
     """
     first, *_, last = space.losses().values()
-    for example, output in answered[:NUM_SHOWN]:
+    for example, output in zip(examples[:NUM_SHOWN], outputs, strict=False):
         verdict = "right" if output == example.answer else f"wrong, expected {example.answer}"
         question = example.question.replace("\n", "\\n")  # as in the prompt
         print(f"  {question} -> {output}  ({verdict})")
     print(f"loss: {first:.4f} -> {last:.4f}")
-    print(f"exact match: {exact_match_percent(answered):.1f} % of {len(answered)} held-out questions")
+    right = exact_match_percent(examples, outputs)
+    print(f"exact match: {right:.1f} % of {len(examples)} held-out questions")
     files = (space.run / "log/loss.png", space.trained, Path(sys.prefix) / "bin/activate")
     plot, model, activate = map(os.path.relpath, files)
     print(f"loss plot:   {plot}")
@@ -154,15 +139,15 @@ def fine_tune_toy(output: Path, precision: str, more_flags: Sequence[str], *, lo
     if lora:
         if code := train_base(space, precision):
             return code
-        before = exact_match_percent(answer(space.model, held_out))
+        before = exact_match_percent(held_out, answer(space.model, held_out))
         print(f"the base: {before:.1f} % right; now adapters", flush=True)
         more_flags = [*LORA_FLAGS, *more_flags]
     if code := train(space, precision, more_flags):
         return code
     print("[3/3] asking the exported model questions", flush=True)
-    answered = answer(space.trained, held_out)
-    report(space, answered, time.monotonic() - begin)
-    return 0 if exact_match_percent(answered) >= PASS_PERCENT else 1
+    outputs = answer(space.trained, held_out)
+    report(space, held_out, outputs, time.monotonic() - begin)
+    return 0 if exact_match_percent(held_out, outputs) >= PASS_PERCENT else 1
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,7 @@ import json
 import shutil
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from patch.errors import ConfigError
 from patch.storage.names import HF_FOLDER, METRICS_FILE
@@ -17,38 +17,25 @@ from toolkits.quickstart.tasks import Example, make_examples, to_row
 NUM_TRAIN = 40_000
 NUM_HELD_OUT = 200
 SEED = 1
+"""Seed of the data and of the random weights."""
 _MARKER = ".made_by_quickstart"
 
 
-class Workspace(NamedTuple):
+class Workspace:
     """Paths below the quickstart's output folder."""
 
-    root: Path
-
-    @property
-    def model(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.model = root / "model"
         """Model to start from, with its tokenizer."""
-        return self.root / "model"
-
-    @property
-    def train_data(self) -> Path:
+        self.train_data = root / "data" / "train.jsonl"
         """Training rows, one JSON object per line."""
-        return self.root / "data" / "train.jsonl"
-
-    @property
-    def valid_data(self) -> Path:
+        self.valid_data = root / "data" / "valid.json"
         """Held-out rows, one JSON list."""
-        return self.root / "data" / "valid.json"
-
-    @property
-    def run(self) -> Path:
+        self.run = root / "run"
         """OUTPUT_BASEPATH of the training run."""
-        return self.root / "run"
-
-    @property
-    def trained(self) -> Path:
+        self.trained = self.run / HF_FOLDER
         """Trained model, a Hugging Face folder."""
-        return self.run / HF_FOLDER
 
     def losses(self) -> dict[int, float]:
         """Return step -> training loss from the run's log/metrics.jsonl, without evaluations."""
@@ -57,26 +44,25 @@ class Workspace(NamedTuple):
 
 
 def prepare(
-    root: Path, num_held_out: int = NUM_HELD_OUT, seed: int = SEED, num_train: int = NUM_TRAIN
+    root: Path, num_held_out: int = NUM_HELD_OUT, num_train: int = NUM_TRAIN
 ) -> tuple[Workspace, list[Example]]:
     """Write model, tokenizer and data; return their paths and the held-out examples.
 
     Args:
         root: the folder. If it has the trained model of an earlier quickstart, a new one beside it is used.
         num_held_out: number of questions that do not occur in training.
-        seed: seed of the data and of the random weights.
         num_train: number of training rows.
     Raises:
         ConfigError: `root` contains files that no quickstart wrote. Nothing is deleted.
     """
     space = Workspace(emptied(root))
-    train, held_out = make_examples(num_train=num_train, num_held_out=num_held_out, seed=seed)
+    train, held_out = make_examples(num_train=num_train, num_held_out=num_held_out, seed=SEED)
     space.train_data.parent.mkdir()
     space.train_data.write_text("".join(json.dumps(row) + "\n" for row in _rows(train)))
     space.valid_data.write_text(json.dumps(_rows(held_out)))
     pairs = ((f"user\n\n{example.question}", f"assistant\n\n{example.answer}") for example in train)
     tokenizer = write_tokenizer(space.model, chain.from_iterable(pairs))
-    write_model(space.model, tokenizer, seed=seed)
+    write_model(space.model, tokenizer, seed=SEED)
     return space, held_out
 
 

@@ -1,6 +1,7 @@
 """safetensors files written block by block, and which tensor lies in which: against the libraries' own."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def _files(folder):
 
 def test_blocks_in_any_order_make_the_librarys_bytes(tmp_path):
     save_file(TENSORS, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    with _files(tmp_path) as files:
+    with closing(_files(tmp_path)) as files:
         for name in ("c", "z", "a", "d", "b"):
             tensor = TENSORS[name]
             if tensor.ndim == 1:
@@ -41,7 +42,7 @@ def test_blocks_in_any_order_make_the_librarys_bytes(tmp_path):
 
 
 def test_missing_and_repeated_values_are_named(tmp_path):
-    with _files(tmp_path) as files:
+    with closing(_files(tmp_path)) as files:
         for name, tensor in TENSORS.items():
             files.write(HFBlock(name, 0, 0, tensor[: len(tensor) - (name == "z")]))
         with pytest.raises(ConversionError, match=r"z: 2 values are missing .* \(1 such tensors\)"):

@@ -10,7 +10,7 @@ import pytest
 from failing_store import failing_store
 
 from patch.storage.checksums import SummedFile, content, difference
-from patch.storage.places import NewFile, any_path, file_sizes, is_in, subfolders
+from patch.storage.places import any_path, file_sizes, is_in, subfolders
 from patch.storage.remote import RemotePath, is_url
 
 DATA = bytes(range(256)) * 80000  # more than one window
@@ -151,8 +151,8 @@ def test_file_that_is_given_up_does_not_appear_later(folder: RemotePath) -> None
             return path.replace("uploading://", "/")
 
     fsspec.register_implementation("uploading", Store, clobber=True)
-    file = NewFile(RemotePath("uploading://x/data"))
+    file = SummedFile(RemotePath("uploading://x/data"))
     file.write(b"half")
-    file.discard()
+    file.close()
     del file
     assert not closed
