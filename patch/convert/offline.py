@@ -123,7 +123,7 @@ def _write_checkpoint(source: HFFolder, target: Path, model: ModelConfig, dtype:
 def _read_pieces(
     source: HFFolder, model: ModelConfig, dtype: torch.dtype | None
 ) -> Iterator[tuple[Piece, tuple[int, ...]]]:
-    """Yield windows of rows of all parameters, with the shape of the stored tensor of all layers and experts.
+    """Yield windows of rows of all parameters, with the shape of the stored tensor, which stacks copies.
     Pieces alternate between two buffers: a piece is valid until the next but one (see `_prefetched`).
     """
     buffers = cycle(np.empty((2, WINDOW_BYTES), np.uint8))
@@ -154,15 +154,15 @@ def _extra_states(model: ModelConfig) -> list[str]:
     found: list[tuple[int, str]] = []
     for name, mapping in weights_table(model).items():
         if "*" in name and ".linear_" in name and name.endswith(".weight"):
-            for layer, expert in mapping.copies:
-                key, index, sizes = checkpoint_location(name, layer, expert, model)
+            for copy in mapping.copies:
+                key, index, sizes = checkpoint_location(name, *copy, model)
                 shard = "_".join(".".join(map(str, axes)) for axes in (index or (0,), sizes or (1,)))
-                found.append((layer, f"{key.removesuffix('weight')}_extra_state/shard_{shard}"))
+                found.append((copy[0], f"{key.removesuffix('weight')}_extra_state/shard_{shard}"))
     return [key for _, key in sorted(found, key=itemgetter(0))]
 
 
 def _common_type(source: HFFolder, names: list[str]) -> torch.dtype:
-    """Return the dtype of a parameter's tensors, which are stored as one tensor of all layers and experts.
+    """Return the dtype of a parameter's tensors, which are stored as one tensor.
     Raise ConversionError if the dtypes differ.
     """
     first_of = {source.dtype_of(name): name for name in reversed(names)}

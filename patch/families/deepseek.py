@@ -55,7 +55,7 @@ class DeepSeekExperts(ExpertsFamily):
 
     score: RouterScore = "sigmoid"
     rows: Callable[[ModelConfig, Traits], tuple[WeightRow, ...]] = _ROWS
-    expert_keys: Mapping[str, str] = field(default_factory=lambda: _EXPERT_KEYS)
+    sizes: Mapping[str, str] = field(default_factory=lambda: _EXPERT_KEYS)
     own_of_router: Set[str] = frozenset({"logits", "weights", "unsorted"})
 
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
@@ -135,24 +135,20 @@ class _DeepSeek(DeepSeekExperts):
     """DeepSeek's experts after latent attention."""
 
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
-        sizes = {name: config.integer(key) for name, key in _LATENT_KEYS.items()}
         query = config.values["q_lora_rank"]
-        all_sizes = {_LATENT_KEYS[name]: size for name, size in sizes.items()}
-        if query is not None:
-            all_sizes["q_lora_rank"] = config.integer("q_lora_rank")
-        for key, size in all_sizes.items():
-            if size < 1:
+        for key in (*_LATENT_KEYS.values(), *(["q_lora_rank"] if query is not None else [])):
+            if (size := config.integer(key)) < 1:
                 config.refuse(key, size, "at least 1")
         heads = config.integer("num_attention_heads")
         if config.integer("num_key_value_heads", heads) != heads:
             expected = f"{heads}: each head has a key and a value"
             config.refuse("num_key_value_heads", config.values["num_key_value_heads"], expected)
         # The file's own head_dim is the width that RoPE rotates.
-        head = {"head_dim": sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"]}
+        head = {"head_dim": config.integer("qk_nope_head_dim") + config.integer("qk_rope_head_dim")}
         fields = super().read_config(ConfigReader(config.file, {**config.values, **head}))
         if fields.get("rope_scaling_type", "yarn") != "yarn":
             config.refuse("rope_type", fields["rope_scaling_type"], "default or yarn")
-        return {**fields, **sizes, "q_lora_rank": query}
+        return {**fields, "q_lora_rank": query}
 
     def computes(self, model: ModelConfig) -> bool:
         is_other = model.use_rope_scaling and model.rope_scaling_type != "yarn"
@@ -164,8 +160,6 @@ class _DeepSeek(DeepSeekExperts):
         super().write_shape(described, model, fields)
         described.pop("head_dim", None)
         described |= head
-        sizes = {**_LATENT_KEYS, "q_lora_rank": "q_lora_rank"}
-        described |= {key: getattr(model, name) for name, key in sizes.items() if name in fields}
 
 
 class _Glm(DeepSeekExperts):
@@ -208,9 +202,12 @@ V3_ROUTER: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router
 """Fields that all models with DeepSeek-V3's router share."""
 _V3: dict[str, Any] = {**V3_ROUTER, "moe_router_topk": 8, "q_lora_rank": 1536}
 
+_LATENT: Any = {"sizes": _EXPERT_KEYS | _LATENT_KEYS, "numbers": {"q_lora_rank": "q_lora_rank"}}
+
 DEEPSEEK_V2 = _DeepSeek(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
+    **_LATENT,
     type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
     has_polar_rope=True,
     score="softmax",
@@ -226,6 +223,7 @@ DEEPSEEK_V2 = _DeepSeek(
 DEEPSEEK_V3 = _DeepSeek(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    **_LATENT,
     type_keys=lambda model: {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     presets={
         "moonlight-16B-A3B": _shape(

@@ -7,12 +7,12 @@ published with each model on Hugging Face.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from patch.families.config_json import ConfigReader, set_keys
+from patch.families.config_json import ConfigReader
 from patch.families.dense import MISTRAL
 from patch.families.family import Family
 from patch.families.layers import EVERY_LAYER, expert_layers, layers_text
@@ -27,8 +27,6 @@ _NUMBER_OF_5 = "num_local_experts"
 class ExpertsFamily(Family):
     """A family whose layers have experts."""
 
-    expert_keys: Mapping[str, str]
-    """ModelConfig's field -> config.json's key, for whole numbers about experts."""
     has_layer_choice: bool = True
     """Whether config.json says which layers have experts, and whether the router's weights are normed."""
 
@@ -39,23 +37,20 @@ class ExpertsFamily(Family):
             ConfigError: a feature is not supported; the message names the key.
         """
         fields = super().read_config(config)
-        sizes = {name: config.integer(key) for name, key in self.expert_keys.items()}
-        number, chosen = sizes["num_experts"], sizes["moe_router_topk"]
-        for name, size in sizes.items():
+        number, chosen = fields["num_experts"], fields["moe_router_topk"]
+        for name, key in self.sizes.items():
+            size = fields[name]
             most = {"num_experts": MOST_EXPERTS, "moe_router_topk": number}.get(name, size)
             if not 1 <= size <= most:
                 words = f"1 to {most}" if most != size else "at least 1"
-                config.refuse(
-                    self.expert_keys[name], size, f"{words}: {chosen} of {number} experts are chosen"
-                )
+                config.refuse(key, size, f"{words}: {chosen} of {number} experts are chosen")
         layers = self._expert_layers(config, fields["num_layers"])
         is_normed = not self.has_layer_choice or config.boolean("norm_topk_prob", False)
         return {
             **fields,
-            **sizes,
             "moe_layer_freq": layers_text(layers, fields["num_layers"]),
             "moe_router_pre_softmax": not is_normed,
-            "moe_shared_expert_gate": "moe_shared_expert_intermediate_size" in sizes,
+            "moe_shared_expert_gate": "moe_shared_expert_intermediate_size" in self.sizes,
         }
 
     def _expert_layers(self, config: ConfigReader, num_layers: int) -> list[int]:
@@ -75,7 +70,7 @@ class ExpertsFamily(Family):
     def computes(self, model: ModelConfig) -> bool:
         """Return whether the class in transformers computes a model with these experts."""
         shared, is_gated = model.moe_shared_expert_intermediate_size, model.moe_shared_expert_gate
-        has_shared = "moe_shared_expert_intermediate_size" in self.expert_keys
+        has_shared = "moe_shared_expert_intermediate_size" in self.sizes
         has_own_width = self.has_layer_choice or model.expert_width == model.ffn_hidden_size
         is_plain = model.moe_layer_freq == EVERY_LAYER and not model.moe_router_pre_softmax
         return bool(
@@ -91,14 +86,9 @@ class ExpertsFamily(Family):
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         """Set the keys of config.json that depend on some fields of the model; see Family."""
-        super().write_shape(described, model, fields)
-        values = {name: getattr(model, name) for name in self.expert_keys}
-        if "moe_ffn_hidden_size" in values:
-            values["moe_ffn_hidden_size"] = model.expert_width
-        changed = {key: values[name] for name, key in self.expert_keys.items() if name in fields}
-        set_keys(described, self.model_type, changed)
+        super().write_shape(described, replace(model, moe_ffn_hidden_size=model.expert_width), fields)
         if _NUMBER_OF_5 in described:  # transformers 4 reads the family's own key
-            described[self.expert_keys["num_experts"]] = model.num_experts
+            described[self.sizes["num_experts"]] = model.num_experts
         if self.has_layer_choice and "moe_layer_freq" in fields:
             with_experts = expert_layers(model)
             self._write_layers(described, [n for n in range(model.num_layers) if n not in with_experts])
@@ -123,7 +113,8 @@ class StackedPart(NamedTuple):
 
     name: str
     """Tensor of all experts [experts, rows, columns], or the renamed tensor if it is not an expert's."""
-    expert: int | None
+    number: int | None
+    """On the stacked axis; None if only the name differs."""
     part: int
     """Index among concatenated gate and up: 0 or 1."""
 
@@ -163,7 +154,7 @@ MIXTRAL = ExpertsFamily(
     architecture="MixtralForCausalLM",
     slides=MISTRAL.slides,
     rows=partial(rows_named, _MIXTRAL_NAMES),
-    expert_keys={"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
+    sizes={"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
     own_of_router=frozenset({"weights"}),
     has_layer_choice=False,
     presets={
@@ -186,7 +177,7 @@ QWEN2_MOE = ExpertsFamily(
     architecture="Qwen2MoeForCausalLM",
     traits=Traits(add_qkv_bias=True),
     type_keys=lambda model: {"use_sliding_window": False, "qkv_bias": True},
-    expert_keys={
+    sizes={
         **_QWEN_KEYS, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"
     },
     presets={
@@ -207,7 +198,7 @@ QWEN3_MOE = ExpertsFamily(
     architecture="Qwen3MoeForCausalLM",
     traits=Traits(qk_layernorm=True),
     type_keys=lambda model: {"use_sliding_window": False, "attention_bias": False},
-    expert_keys=_QWEN_KEYS,
+    sizes=_QWEN_KEYS,
     presets={
         "30B-A3B": _qwen3(48, 2048, 6144, 32, 4, width=768),
         "235B-A22B": _qwen3(94, 4096, 12288, 64, 4, width=1536),

@@ -66,6 +66,8 @@ class Family:
     """Traits that are flags, and OWN_FIELDS, in which its models differ, beside the next two tables."""
     numbers: Mapping[str, str] = field(default_factory=dict)
     """One of OWN_FIELDS -> config.json's key of the same number; null is None."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """Field of further parts of its layers -> config.json's key of the same whole number."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """Field -> config.json's key of the same boolean."""
     full_every: int | None = None
@@ -98,9 +100,10 @@ class Family:
         switches = {name: config.boolean(key, False) for name, key in self.switches.items()}
         has_qkv_bias = self.traits.add_qkv_bias or switches.get("add_proj_bias", False)
         derived = {"num_query_groups": heads, "kv_channels": hidden // heads}
+        sizes = {**_SIZES, **self.sizes}
         return {
             "model_type": self.model_type,
-            **{name: config.integer(key, derived.get(name)) for name, key in _SIZES.items()},
+            **{name: config.integer(key, derived.get(name)) for name, key in sizes.items()},
             "norm_epsilon": config.number("rms_norm_eps", 1e-6),
             "untie_embeddings_and_output_weights": not config.boolean("tie_word_embeddings", False),
             **{name: getattr(self.traits, name) for name in TRAIT_FIELDS},
@@ -125,7 +128,7 @@ class Family:
         return {*self.fields, *self.switches} - OWN_FIELDS.keys()
 
     def computes(self, model: ModelConfig) -> bool:
-        """Return whether the class in transformers, given its traits, has these widths and experts."""
+        """Return whether the class in transformers, given its traits, has these parts and widths."""
         return model.num_experts is None and not model.is_latent
 
     def _window(self, config: ConfigReader) -> dict[str, Any]:
@@ -171,7 +174,7 @@ class Family:
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         """Set the keys of config.json for some `fields` of the model, without the keys of `write_type`."""
-        keys = {**_KEYS, **self.numbers}
+        keys = {**_KEYS, **self.numbers, **self.sizes}
         changed = {key: getattr(model, field) for field, key in keys.items() if field in fields}
         set_keys(described, self.model_type, changed)
         if "untie_embeddings_and_output_weights" in fields:
