@@ -62,8 +62,7 @@ from patch.model.loss import (
     hide_padded_vocabulary,
     linear_cross_entropy,
 )
-from patch.model.products import Products
-from patch.model.spec import LayerSpecBuilder
+from patch.model.spec import LayerSpecBuilder, Products
 from patch.model.weight_gradient import EmbeddingLookup
 
 

@@ -8,6 +8,7 @@ Hugging Face's order (hf_numerics/layers.py) without a change of names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,6 +48,7 @@ from patch.model.attention.latent_attention import (
 )
 from patch.model.attention.rotary_attention import RotaryAttention, Turns
 from patch.model.experts.layer import ExpertsLayer, LocalExperts, Router, SharedExpert
+from patch.model.fp8.product import Fp8Product, StepWeights
 from patch.model.hf_numerics.experts import AlignedMoELayer, AlignedRouter
 from patch.model.hf_numerics.layers import (
     AlignedAlibi,
@@ -59,8 +61,9 @@ from patch.model.hf_numerics.layers import (
     SeparateGateUp,
     SeparateQKV,
 )
-from patch.model.linear import PLAIN, Column, Row
+from patch.model.linear import PLAIN, Column, Product, Row
 from patch.model.mlp import Activation, LayerPart, RecomputableMLP, activation_called, activation_of
+from patch.model.nf4_product import Nf4Product
 from patch.model.norm import (
     AllHeadsRMSNorm,
     AmaxRMSNorm,
@@ -70,7 +73,6 @@ from patch.model.norm import (
     ResidualAdd,
     RMSNorm,
 )
-from patch.model.products import Products
 
 NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]]] = {
     ("RMSNorm", False): (RMSNorm, HeadRMSNorm),
@@ -85,6 +87,49 @@ _NORM_KEYS = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 """Checkpoint keys of norms, which Transformer Engine fuses into linear layers, but not into experts."""
+
+
+class Products:
+    """The products of a model's linear layers, the same object for all stages of a process.
+
+    `is_aligned`: whether operations are in Hugging Face's order. Transformer Engine's layers have their own.
+    """
+
+    def __init__(self, config: RunConfig, upstream: TransformerConfig, *, is_aligned: bool) -> None:
+        self._base, self._is_aligned = config.adapter.quantize_base, is_aligned
+        self._recomputes = upstream.recompute_granularity == "selective"
+        is_own = upstream.transformer_impl == "local"
+        self._casting = config.casts.layers if is_own else range(0)
+        self._step = StepWeights(
+            config.training.fp8_format or "hybrid", keeps_weights=config.casts.are_kept,
+            param_gather=config.training.fp8_param_gather,
+        )  # fmt: skip
+
+    def of(self, number: int, aligned: HFLinear | None, *, is_input_kept: bool) -> Product:
+        """Return the product of a linear layer in layer `number` (from 1).
+
+        Args:
+            aligned: the product in Hugging Face's order; None: HFLinear.
+            is_input_kept: whether another operation keeps the input for backward.
+        """
+        if self._base:
+            return Nf4Product(self._base)
+        if self.has_casts(number):
+            # With AC=sel, backward recomputes the norms and the MLP's activation.
+            return Fp8Product(self._step, keeps_input=is_input_kept or self._recomputes)
+        return aligned or HFLinear() if self._is_aligned else PLAIN
+
+    def of_experts(self) -> Product:
+        """Return the product of the routed experts, which have one order of operations."""
+        return Nf4Product(self._base) if self._base else PLAIN
+
+    def has_casts(self, number: int) -> bool:
+        """Return whether layer `number` (from 1) casts the inputs of its products."""
+        return number - 1 in self._casting
+
+    def unchanged_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which no weight changes, so that each is cast once."""
+        return self._step.unchanged()
 
 
 @dataclass(frozen=True)
