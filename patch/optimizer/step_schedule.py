@@ -381,7 +381,7 @@ class StepSchedule:
     def _shards_updated(self, indices: Sequence[int]) -> None:
         """Record that this rank's parts of buckets are being updated, and start their gathers when possible.
 
-        It blocks only if ranks exchange data before gathers (fp8): then for the gathers of the turn before,
+        It blocks only if ranks exchange data before gathers: then for the gathers of the turn before,
         whose exchange is done. All ranks call it for all buckets in the same order.
         """
         if self._aside is not None:
