@@ -1,6 +1,6 @@
 """megatron-core's linear layers, sharded over tensor parallelism (TP) by columns or rows, built from parts.
 
-    product     how matrices are multiplied: `Product` (plain) or a subclass, which products.py chooses
+    product     how matrices are multiplied: `Product` (plain) or a subclass, which spec.py chooses
     messages    TP collectives around the product (`TPCollectives`), or chunked with it (overlapped_linear.py)
     gradient    where a weight's gradient is accumulated (weight_gradient.py)
 
