@@ -18,7 +18,7 @@ from patch.data.chat_templates import ensure_chat_template
 from patch.data.order import Blend, Concatenation, format_passes, weights_of
 from patch.data.packing import SOURCES, PackingSummary, PairSource
 from patch.data.samples import SampleSource
-from patch.data.sft.options import sft_options
+from patch.data.sft.options import cache_folder
 from patch.data.sft.source import SftSource, load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_gather_object, all_or_none
@@ -81,7 +81,6 @@ def build_datasets(
             index_folder=Path(index_folder),
         )  # fmt: skip
         return _data_sets(source, source.num_samples, valid_sets, [])
-    cache = Path(index_folder).with_name(DATA_CACHE_FOLDER)
 
     def load(path: str) -> SampleSource:
         if data.dataset_type == "idxmap":
@@ -89,7 +88,8 @@ def build_datasets(
 
             return load_indexed_sft(path, tokenizer, model)
         ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
-        return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, row_kind))
+        cache = cache_folder(data, Path(index_folder).with_name(DATA_CACHE_FOLDER))
+        return load_sft(path, tokenizer, data.max_padding_length, data, row_kind, cache)
 
     with all_or_none():
         with about("train_data_path"):

@@ -36,7 +36,8 @@ from functools import lru_cache
 from typing import Any
 
 from patch.config.choices import InputJoin, RowKind
-from patch.config.data_spec import COLUMNS_OF_TURNS
+from patch.config.data_spec import COLUMNS_OF_TURNS, parse_columns
+from patch.config.schema import DataConfig
 from patch.data.formats.contents import read_tools
 from patch.data.formats.keys import (
     MISSPELLED,
@@ -49,7 +50,7 @@ from patch.data.formats.keys import (
     rename,
     text_of,
 )
-from patch.data.formats.turns import PLAIN, Conversation, FormatOptions, Text, Turn, read_turns
+from patch.data.formats.turns import PLAIN, Conversation, Text, Turn, read_turns
 from patch.errors import DataError
 
 _MESSAGES = ("messages", "conversations", "conversation")
@@ -87,7 +88,7 @@ _NOT_SUPPORTED = {
 }
 
 
-def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PLAIN) -> Conversation | Text:
+def to_conversation(row: dict[str, Any], where: str, data: DataConfig = PLAIN) -> Conversation | Text:
     """Return the conversation of a row in the form that chat templates take, or the text of a row of `text`.
 
     A message without words and calls is context only. If no message is trained, all of `learned` is False.
@@ -99,7 +100,7 @@ def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PL
             text; a role is unknown; another role than the user speaks first; or the row needs something
             unsupported.
     """
-    of_row, of_turns = _split_columns(options.columns)
+    of_row, of_turns = _split_columns(data)
     if _is_of_another_shape(row, of_row):
         of_row = {}
     row = rename(row, of_row, where)
@@ -113,18 +114,19 @@ def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PL
     if key in _MESSAGES:
         turns = read_turns(row[key], key, where, of_turns)
     else:
-        turns = _from_prompt(row, key, where, of_turns, options.alpaca_input_join)
+        turns = _from_prompt(row, key, where, of_turns, data.alpaca_input_join)
     return _conversation(turns, row, where)
 
 
-def _split_columns(columns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Split the user's names into keys of a row and keys inside its turns."""
+def _split_columns(data: DataConfig) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the user's names of keys of a row, and of keys inside its turns."""
+    columns = parse_columns(data.columns)
     of_turns = {ours: name for ours, name in columns.items() if ours in COLUMNS_OF_TURNS}
     return {ours: name for ours, name in columns.items() if ours not in of_turns}, of_turns
 
 
 def to_pair(
-    row: dict[str, Any], where: str, options: FormatOptions = PLAIN
+    row: dict[str, Any], where: str, data: DataConfig = PLAIN
 ) -> tuple[Conversation | Text, Conversation | Text]:
     """Return the preferred and the rejected conversation or text of a row; only the answers are trained.
 
@@ -132,7 +134,7 @@ def to_pair(
         DataError: as `to_conversation`; or an answer is missing, the answers are of different forms, or two
             texts without a prompt are not transcripts with a common beginning.
     """
-    row, of_turns = _renamed(row, where, options, _PAIR, _EXPECTED_PAIR)
+    row, of_turns = _renamed(row, where, data, _PAIR, _EXPECTED_PAIR)
     key = next((name for name in (*_MESSAGES, *_PROMPTS) if not is_absent(row.get(name))), None)
     are_texts = [isinstance(row[name], str) for name in _PAIR]
     if all(are_texts) and (key is None or key == "prompt" and isinstance(row[key], str)):
@@ -151,49 +153,49 @@ def to_pair(
     elif key in _MESSAGES:
         prompt = read_turns(row[key], key, where, of_turns)
     else:
-        prompt = _prompt_turns(row, key, where, of_turns, options.alpaca_input_join)
+        prompt = _prompt_turns(row, key, where, of_turns, data.alpaca_input_join)
     context = [turn._replace(learned=False) for turn in prompt]
     chosen, rejected = (_conversation([*context, *turns], row, where) for turns in answers)
     return replace(chosen, is_answer=True), replace(rejected, is_answer=True)
 
 
 def to_unpaired(
-    row: dict[str, Any], where: str, options: FormatOptions = PLAIN
+    row: dict[str, Any], where: str, data: DataConfig = PLAIN
 ) -> tuple[Conversation | Text, bool]:
     """Return the conversation or text of a row, and whether its answer is desirable; only that is trained.
 
     Raises:
         DataError: as `to_conversation`; or a key is missing, or the label is neither true nor false.
     """
-    row, of_turns = _renamed(row, where, options, _UNPAIRED, _EXPECTED_UNPAIRED)
+    row, of_turns = _renamed(row, where, data, _UNPAIRED, _EXPECTED_UNPAIRED)
     label = row["label"]
     if not isinstance(label, bool):
         raise DataError(f"{where}: label is {quoted(label)}, expected true or false; convert it")
     if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return Text(text_of(row, "completion", where), where, row["prompt"]), label
-    prompt = _prompt_turns(row, "prompt", where, of_turns, options.alpaca_input_join)
+    prompt = _prompt_turns(row, "prompt", where, of_turns, data.alpaca_input_join)
     context = [turn._replace(learned=False) for turn in prompt]
     whole = _conversation([*context, *_turns_of(row, "completion", where, of_turns)], row, where)
     return replace(whole, is_answer=True), label
 
 
 def read_row(
-    kind: RowKind, row: dict[str, Any], where: str, options: FormatOptions = PLAIN
+    kind: RowKind, row: dict[str, Any], where: str, data: DataConfig = PLAIN
 ) -> tuple[Sequence[Conversation | Text], bool]:
     """Return the conversations or texts of a row, and its label; False without one."""
     if kind == "pair":
-        return to_pair(row, where, options), False
+        return to_pair(row, where, data), False
     if kind == "unpaired":
-        answer, label = to_unpaired(row, where, options)
+        answer, label = to_unpaired(row, where, data)
         return [answer], label
-    return [to_conversation(row, where, options)], False
+    return [to_conversation(row, where, data)], False
 
 
 def _renamed(
-    row: dict[str, Any], where: str, options: FormatOptions, keys: Collection[str], expected: str
+    row: dict[str, Any], where: str, data: DataConfig, keys: Collection[str], expected: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a row with these keys under our names, and the user's names of keys inside its turns."""
-    of_row, of_turns = _split_columns(options.columns)
+    of_row, of_turns = _split_columns(data)
     if not set(of_row.values()).isdisjoint(row) or not row.keys() >= set(keys):
         row = rename(row, of_row, where)
     _refuse(row, where, keys)

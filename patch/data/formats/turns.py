@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from patch.config.choices import InputJoin
+from patch.config.schema import DataConfig
 from patch.data.formats.contents import MessageContent, read_calls, read_parts
 from patch.data.formats.keys import (
     first_key,
@@ -58,18 +58,8 @@ class Text:
     """Context before the text, which is then an answer; or None."""
 
 
-@dataclass(frozen=True, slots=True)
-class FormatOptions:
-    """The user's settings for the rows of a file."""
-
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """Our name of a key to the name in the rows (`--columns`)."""
-    alpaca_input_join: InputJoin = "newline"
-    """The text between alpaca's instruction and input."""
-
-
-PLAIN = FormatOptions()
-"""Options for rows with the usual keys."""
+PLAIN = DataConfig(train_data_path="", max_padding_length=1, data_workers=1)
+"""Settings for rows with the usual keys, which one process reads; path and length are given beside them."""
 
 
 _CALL = "function_call"

@@ -35,7 +35,7 @@ from patch.data.preview.tokens import (
     terminal,
 )
 from patch.data.readers.rows import read_rows
-from patch.data.sft.options import SftOptions, sft_options
+from patch.data.sft.options import cache_folder
 from patch.data.sft.rows import Item, TokenizedRow
 from patch.data.sft.source import is_cached, load_sft, start_workers
 from patch.data.tokenizer import check_vocabulary, load_tokenizer
@@ -166,22 +166,20 @@ class Preview:
             from patch.data.pretraining.run_sets import train_samples
 
             return train_samples(part, data, model, tokenizer)
-        options = self._options(fallback_cache)
-        if not is_cached(Path(part.path), tokenizer, length, options):
+        cache: Path | None = cache_folder(data, fallback_cache)
+        if not is_cached(Path(part.path), tokenizer, data, self.row_kind, cache):
             if sum(file.stat().st_size for file in files_of(part.path)) > _SMALL_BYTES:
                 return None
-            options = replace(options, cache_dir=None)
-        source = load_sft(Path(part.path), tokenizer, length, options)
+            cache = None
+        source = load_sft(part.path, tokenizer, length, data, self.row_kind, cache)
         return len(SOURCES[self.row_kind](source, length, is_packed=data.packing))
 
-    def _options(self, fallback_cache: Path) -> SftOptions:
-        return sft_options(self.data, fallback_cache, self.row_kind)
-
     def _of_rows(self, part: DataPart) -> Figures:
-        length = self.data.max_padding_length
+        data, length = replace(self.data, max_dropped_share=1.0), self.data.max_padding_length
         with TemporaryDirectory() as fallback:
-            options = replace(self._options(Path(fallback)), max_dropped_share=1.0)
-            return figures_of_rows(part, load_sft(Path(part.path), self.tokenizer, length, options), length)
+            cache = cache_folder(data, Path(fallback))
+            source = load_sft(part.path, self.tokenizer, length, data, self.row_kind, cache)
+            return figures_of_rows(part, source, length)
 
     def _chosen(self, count: int, number: int | None) -> Iterator[ShownRow]:
         if not self._has_rows:
@@ -190,16 +188,14 @@ class Preview:
                 yield from self._indexed(part).rows(numbers)
             return
         ensure_chat_template(self.tokenizer, self.data.chat_template, self.data.chat_template_kwargs)
-        # Showing a few rows needs no token cache, and only one process.
-        options = replace(self._options(Path()), cache_dir=None, num_workers=1)
-        length, texts = self.data.max_padding_length, TokenTexts(self.tokenizer)
+        data, texts = replace(self.data, data_workers=1), TokenTexts(self.tokenizer)
         for part in self.parts:
             with about(_FIELD):
                 files = files_of(part.path)
             items = list(islice(_items(files), count)) if number is None else _numbered(files, number)
-            for _, rows in start_workers(self.tokenizer, options, length)([items]):
+            for _, rows in start_workers(self.tokenizer, data, self.row_kind)([items]):
                 for item, row in zip(items, rows, strict=True):
-                    remarks = _remarks(row, options, length)
+                    remarks = _remarks(row, data, self.row_kind)
                     is_pair = self.row_kind == "pair"
                     yield ShownRow(item.where, _samples(row, texts), remarks, is_pair, has_label=True)
 
@@ -232,17 +228,17 @@ def _samples(row: TokenizedRow, texts: TokenTexts) -> list[list[ShownToken]]:
     return [texts.shown(*sample) for sample in zip(ids, learned, strict=True) if len(sample[0])]
 
 
-def _remarks(row: TokenizedRow, options: SftOptions, length: int) -> list[str]:
-    remarks = []
-    if options.row_kind == "unpaired" and row.sizes:
+def _remarks(row: TokenizedRow, data: DataConfig, row_kind: RowKind) -> list[str]:
+    remarks, length = [], data.max_padding_length
+    if row_kind == "unpaired" and row.sizes:
         remarks.append("desirable" if row.learned[0] else "undesirable")
     if row.dropped is not None:
         remarks.append(f"dropped: {row.dropped}")
     elif row.longest > length:
         lost = "learned tokens are lost" if row.loses_learned else "no learned token is lost"
-        remarks.append(f"{row.longest} tokens, {length} fit: --long-samples {options.long_samples}; {lost}")
+        remarks.append(f"{row.longest} tokens, {length} fit: --long-samples {data.long_samples}; {lost}")
     if row.is_special:
-        are = "are encoded as such" if options.render.allow_special_tokens else "are encoded as text"
+        are = "are encoded as such" if data.allow_special_tokens else "are encoded as text"
         remarks.append(f"special tokens that its text spells out {are} (--allow-special-tokens)")
     return remarks
 

@@ -1,4 +1,4 @@
-"""Spans, the pieces of a rendered conversation: options of rendering, marks in special tokens, and ids.
+"""Spans, the pieces of a rendered conversation: marks in special tokens, and ids.
 
 Special tokens that a row's own text spells out are marked, so that they can be encoded as text. The mark is a
 lone surrogate inside the token, which distinguishes it from the chat template's tokens. No text of a file
@@ -20,14 +20,12 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.choices import TrainOn
 from patch.data.tokenizer import backend_of
 from patch.errors import DataError
 
@@ -46,20 +44,6 @@ class Span(NamedTuple):
     although other spans precede it. The first span of a sample is always encoded so."""
     begins_user_turn: bool = False
     """Whether the user speaks here, after text that is not trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class RenderOptions:
-    """Options of rendering. By default all turns are trained, and special tokens in the rows are text.
-
-    Args:
-        train_on: "all" turns of the assistant, or "last": only turns after the last message of the user.
-        allow_special_tokens: encode special tokens that a row's text spells out as such, not as text.
-    """
-
-    train_on: TrainOn = "all"
-    allow_special_tokens: bool = False
-
 
 
 MARK = "\ud800"
