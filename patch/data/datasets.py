@@ -18,7 +18,7 @@ from patch.data.chat_templates import ensure_chat_template
 from patch.data.order import Blend, Concatenation, format_passes, weights_of
 from patch.data.packing import SOURCES, PackingSummary, PairSource
 from patch.data.samples import SampleSource
-from patch.data.sft.options import cache_folder
+from patch.data.sft.options import user_cache
 from patch.data.sft.source import SftSource, load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_gather_object, all_or_none
@@ -73,13 +73,12 @@ def build_datasets(
     check_vocabulary(tokenizer, model.vocab_size)
     train, valid = sets_of(data).values()
     if not sft:
-        # It imports megatron-core, which raw rows do not need.
+        # These import megatron-core, which raw rows do not need.
         from patch.data.pretraining.dataset import load_run_sets
+        from patch.data.pretraining.run_sets import PretrainOptions
 
-        source, valid_sets = load_run_sets(
-            data, model, tokenizer, train=train, valid=valid, num_train_samples=num_train_samples, seed=seed,
-            index_folder=Path(index_folder),
-        )  # fmt: skip
+        options = PretrainOptions(data, model, tokenizer, seed, Path(index_folder))
+        source, valid_sets = load_run_sets(options, train, valid, num_train_samples)
         return _data_sets(source, source.num_samples, valid_sets, [])
 
     def load(path: str) -> SampleSource:
@@ -88,7 +87,7 @@ def build_datasets(
 
             return load_indexed_sft(path, tokenizer, model)
         ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
-        cache = cache_folder(data, Path(index_folder).with_name(DATA_CACHE_FOLDER))
+        cache = data.cache_dir or user_cache(Path(index_folder).with_name(DATA_CACHE_FOLDER))
         return load_sft(path, tokenizer, data.max_padding_length, data, row_kind, cache)
 
     with all_or_none():

@@ -35,7 +35,7 @@ from patch.data.preview.tokens import (
     terminal,
 )
 from patch.data.readers.rows import read_rows
-from patch.data.sft.options import cache_folder
+from patch.data.sft.options import user_cache
 from patch.data.sft.rows import Item, TokenizedRow
 from patch.data.sft.source import is_cached, load_sft, start_workers
 from patch.data.tokenizer import check_vocabulary, load_tokenizer
@@ -163,21 +163,22 @@ class Preview:
                 from patch.data.pretraining.indexed_sft import load_indexed_sft
 
                 return len(load_indexed_sft(part.path, tokenizer, model))
-            from patch.data.pretraining.run_sets import train_samples
+            from patch.data.pretraining.run_sets import PretrainOptions, train_samples
 
-            return train_samples(part, data, model, tokenizer)
-        cache: Path | None = cache_folder(data, fallback_cache)
-        if not is_cached(Path(part.path), tokenizer, data, self.row_kind, cache):
-            if sum(file.stat().st_size for file in files_of(part.path)) > _SMALL_BYTES:
-                return None
-            cache = None
-        source = load_sft(part.path, tokenizer, length, data, self.row_kind, cache)
+            return train_samples(part, PretrainOptions(data, model, tokenizer))
+        cache = data.cache_dir or user_cache(fallback_cache)
+        is_tokenized = is_cached(part.path, tokenizer, data, self.row_kind, cache)
+        if not is_tokenized and sum(file.stat().st_size for file in files_of(part.path)) > _SMALL_BYTES:
+            return None
+        source = load_sft(
+            part.path, tokenizer, length, data, self.row_kind, cache if is_tokenized else None
+        )  # fmt: skip
         return len(SOURCES[self.row_kind](source, length, is_packed=data.packing))
 
     def _of_rows(self, part: DataPart) -> Figures:
         data, length = replace(self.data, max_dropped_share=1.0), self.data.max_padding_length
         with TemporaryDirectory() as fallback:
-            cache = cache_folder(data, Path(fallback))
+            cache = data.cache_dir or user_cache(Path(fallback))
             source = load_sft(part.path, self.tokenizer, length, data, self.row_kind, cache)
             return figures_of_rows(part, source, length)
 

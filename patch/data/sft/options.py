@@ -26,11 +26,9 @@ _PACKAGES = ("jinja2", "tokenizers", "transformers")
 _NAME = "llama-megatron-patch"
 
 
-def cache_folder(data: DataConfig, fallback: Path) -> Path:
-    """Return --cache-dir, or else this project's folder in XDG_CACHE_HOME or ~/.cache, which is created.
-    Return `fallback` if there is no home, or if the folder cannot be written."""
-    if data.cache_dir is not None:
-        return Path(data.cache_dir)
+def user_cache(fallback: Path) -> Path:
+    """Return this project's folder in XDG_CACHE_HOME or ~/.cache, and create it. Return `fallback` if there
+    is no home, or if the folder cannot be written."""
     home = os.path.expanduser("~")
     chosen = os.environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home != "~" else "")
     if not os.path.isabs(chosen):  # the specification ignores other values

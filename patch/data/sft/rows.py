@@ -75,7 +75,8 @@ class RowTokenizer:
         self._name = tokenizer.name_or_path
         self._begin_of_text = tokenizer.bos_token_id
         self._end_of_text = tokenizer.eos_token or ""
-        self._data, self._length, self._kind = data, data.max_padding_length, row_kind
+        self._data, self._length = data, data.max_padding_length
+        self._kind = row_kind
 
     def __call__(self, item: Item) -> TokenizedRow:
         """Return the samples of one row.

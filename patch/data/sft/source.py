@@ -144,7 +144,11 @@ def load_sft(
 
 
 def is_cached(
-    path: Path, tokenizer: PreTrainedTokenizerBase, data: DataConfig, row_kind: RowKind, cache_dir: Path
+    path: StrPath,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    row_kind: RowKind,
+    cache_dir: StrPath,
 ) -> bool:
     """Return whether `load_sft` would find the set in the token cache, without reading a file of rows again.
     The tokenizer must already have its chat template.
@@ -152,7 +156,7 @@ def is_cached(
     Raises:
         DataError: there is no such file.
     """
-    files, cache = files_of(str(path)), TokenCache(cache_dir)
+    files, cache = files_of(str(path)), TokenCache(Path(cache_dir))
     named = zip(names_of(files), map(cache.hashes.remembered, files), strict=True)
     hashes = [(name, digest) for name, digest in named if digest is not None]
     key, _ = origin_of(hashes, tokenizer, data, row_kind)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from patch.data.formats.turns import PLAIN
 from patch.data.readers import rows as sets
 from patch.data.sft.cache import TokenWriter
-from patch.data.sft.options import cache_folder
+from patch.data.sft.options import user_cache
 from patch.data.sft.source import SftSource, load_sft
 from patch.errors import DataError
 
@@ -302,12 +302,12 @@ def test_folder_of_many_files_is_one_set_and_names_its_rows(tmp_path: Path, logg
 def test_default_folder_is_the_users_cache_or_that_of_the_run(tmp_path: Path, monkeypatch) -> None:
     fallback = tmp_path / "run" / "data_cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder(PLAIN, fallback) == tmp_path / "xdg" / "llama-megatron-patch"
+    assert user_cache(fallback) == tmp_path / "xdg" / "llama-megatron-patch"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder(PLAIN, fallback) == tmp_path / "home" / ".cache" / "llama-megatron-patch"
+    assert user_cache(fallback) == tmp_path / "home" / ".cache" / "llama-megatron-patch"
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    assert cache_folder(PLAIN, fallback) == fallback
+    assert user_cache(fallback) == fallback
     monkeypatch.setenv("HOME", "/proc/nowhere")
-    assert cache_folder(PLAIN, fallback) == fallback
+    assert user_cache(fallback) == fallback
