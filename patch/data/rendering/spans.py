@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -59,6 +59,17 @@ def any_of(tokens: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or r"(?!)"
 
 
+def texts_in(value: Any, *, keys: bool = True) -> Iterator[str]:
+    """Yield the texts of JSON-like data, and its keys if asked for."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from texts_in([*(value if keys else ()), *value.values()], keys=keys)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from texts_in(item, keys=keys)
+
+
 class SpecialTokenMarker:
     """Marks the special tokens that are spelled out in texts."""
 
@@ -81,11 +92,7 @@ class SpecialTokenMarker:
 
     def is_in(self, value: Any) -> bool:
         """Return whether a text or a key of JSON-like data spells out a special token."""
-        if isinstance(value, str):
-            return self._tokens.search(value) is not None
-        if isinstance(value, dict):
-            return any(self.is_in(key) or self.is_in(item) for key, item in value.items())
-        return isinstance(value, (list, tuple)) and any(map(self.is_in, value))
+        return any(self._tokens.search(text) is not None for text in texts_in(value))
 
     def _marked_text(self, text: str) -> str:
         text = self._tokens.sub(lambda match: _interrupted(match[0]), text)
