@@ -114,7 +114,7 @@ def load_sft(
 
     Args:
         path: rows (see `files_of`) in one of the formats of `to_conversation`.
-        tokenizer: a LLaMA-3 tokenizer without a chat template gets the built-in `llama3`.
+        tokenizer: gets the chat template of `data`, see `ensure_chat_template`.
         sequence_length: tokens of one sample; the labels are shifted by one token.
         data: settings of rows and processes.
         row_kind: a pair gives two sequences; the label of an unpaired answer is in its first token.
@@ -123,7 +123,7 @@ def load_sft(
         DataError: see `read_rows`, `to_conversation`, `ChatRenderer`; the tokenizer fails; the cache cannot
             be written; no row gives a sample; or more than `data.max_dropped_share` of the rows give none.
     """
-    ensure_chat_template(tokenizer)
+    ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
     data = replace(data, max_padding_length=sequence_length)
     name, files = str(path), files_of(str(path))
     cache = None if cache_dir is None else TokenCache(Path(cache_dir))
