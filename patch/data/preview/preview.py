@@ -125,7 +125,7 @@ class Preview:
         values = {
             "data": self.data.train_data_path,
             "tokenizer": self.tokenizer.name_or_path,
-            "sets": [each.values for each in self.sets],
+            "sets": [{"name": each.name, **each.values} for each in self.sets],
             "rows": [row.to_json() for row in self.rows],
         }
         try:
