@@ -19,7 +19,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from glob import escape, has_magic, iglob
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -348,7 +349,8 @@ _SHAREGPT = {"conversations": "messages", "conversation": "messages", "from": "r
 """ShareGPT's keys -> our keys."""
 
 
-def parse_columns(text: str | None) -> dict[str, str]:
+@cache
+def parse_columns(text: str | None) -> Mapping[str, str]:
     """Parse --columns, "instruction=question,output=answer", into our key -> the rows' key.
 
     Raises:

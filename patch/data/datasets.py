@@ -14,11 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.choices import RowKind
 from patch.config.data_spec import DataPart, sets_of
 from patch.config.schema import DataConfig, ModelConfig
-from patch.data.chat_templates import ensure_chat_template
 from patch.data.order import Blend, Concatenation, format_passes, weights_of
 from patch.data.packing import SOURCES, PackingSummary, PairSource
 from patch.data.samples import SampleSource
-from patch.data.sft.options import sft_options
+from patch.data.sft.options import user_cache
 from patch.data.sft.source import SftSource, load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_gather_object, all_or_none
@@ -71,31 +70,30 @@ def build_datasets(
         DataError: on all ranks, if data or tokenizer are refused, or two ranks have read different data.
     """
     check_vocabulary(tokenizer, model.vocab_size)
-    train, valid = sets_of(data).values()
+    sets = sets_of(data)
+    train, valid = sets.values()
     if not sft:
-        # It imports megatron-core, which raw rows do not need.
+        # These import megatron-core, which raw rows do not need.
         from patch.data.pretraining.dataset import load_run_sets
+        from patch.data.pretraining.run_sets import PretrainOptions
 
-        source, valid_sets = load_run_sets(
-            data, model, tokenizer, train=train, valid=valid, num_train_samples=num_train_samples, seed=seed,
-            index_folder=Path(index_folder),
-        )  # fmt: skip
-        return _data_sets(source, source.num_samples, valid_sets, [])
-    cache = Path(index_folder).with_name(DATA_CACHE_FOLDER)
+        options = PretrainOptions(data, model, tokenizer, seed, Path(index_folder))
+        source, valid_sets = load_run_sets(options, train, valid, num_train_samples)
+        return _data_sets(source, source.num_samples, valid_sets, [], [])
 
     def load(path: str) -> SampleSource:
         if data.dataset_type == "idxmap":
             from patch.data.pretraining.indexed_sft import load_indexed_sft
 
             return load_indexed_sft(path, tokenizer, model)
-        ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
-        return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, row_kind))
+        cache = data.cache_dir or user_cache(Path(index_folder).with_name(DATA_CACHE_FOLDER))
+        return load_sft(path, tokenizer, data.max_padding_length, data, row_kind, cache)
 
     with all_or_none():
-        with about("train_data_path"):
-            sources = [load(part.path) for part in train]
-        with about("valid_data_path"):
-            sources += [load(part.path) for part in valid]
+        sources = []
+        for field, parts in sets.items():
+            with about(field):
+                sources += [load(part.path) for part in parts]
     _check_same_everywhere((*train, *valid), sources)
     named = zip(train, sources, strict=False)
     records = [each.record(part.path) for part, each in named if isinstance(each, SftSource)]
@@ -103,8 +101,8 @@ def build_datasets(
     train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
     num_samples = num_train_samples(sum(map(len, train_sources)))
     joined = _joined(train, train_sources, num_samples, seed)
-    sets = _data_sets(joined, num_samples, list(zip(valid, valid_sources, strict=True)), records)
-    return sets._replace(pairs=[source for source in sources if isinstance(source, PairSource)])
+    pairs = [source for source in sources if isinstance(source, PairSource)]
+    return _data_sets(joined, num_samples, list(zip(valid, valid_sources, strict=True)), records, pairs)
 
 
 def _samples(
@@ -169,6 +167,7 @@ def _data_sets(
     num_samples: int,
     valid: Sequence[tuple[DataPart, SampleSource]],
     records: list[SetRecord],
+    pairs: Sequence[PairSource],
 ) -> DataSets:
     """Return the sets of a run. Validation sets are named after their files or folders."""
     by_name: dict[str, SampleSource] = {}
@@ -180,4 +179,4 @@ def _data_sets(
             path = path.with_suffix("")
         alike = (path.name if number == 1 else f"{path.name}_{number}" for number in count(1))
         by_name[next(name for name in alike if name not in by_name)] = source
-    return DataSets(train, num_samples, by_name, weights_of([part for part, _ in valid]), records)
+    return DataSets(train, num_samples, by_name, weights_of([part for part, _ in valid]), records, pairs)

@@ -6,10 +6,9 @@ from itertools import islice
 from pathlib import Path
 
 from patch.config.choices import RowKind
-from patch.config.data_spec import files_of, parse_columns, sets_of
+from patch.config.data_spec import files_of, sets_of
 from patch.config.schema import DataConfig
 from patch.data.formats.rows import read_row
-from patch.data.formats.turns import FormatOptions
 from patch.data.readers.rows import read_rows
 from patch.errors import about
 from patch.storage.places import open_to_read
@@ -24,7 +23,6 @@ def check_first_rows(data: DataConfig, row_kind: RowKind) -> None:
     Raises:
         DataError: a file cannot be read, or one of its first rows has no known format.
     """
-    options = FormatOptions(parse_columns(data.columns), data.alpaca_input_join)
     for field, parts in sets_of(data).items():
         with about(field):
             for part in parts:
@@ -32,7 +30,7 @@ def check_first_rows(data: DataConfig, row_kind: RowKind) -> None:
                     if _is_large_list(file):
                         continue
                     for row in islice(read_rows(file), _MOST_ROWS):
-                        read_row(row_kind, row.value, f"{file}: {row.place}", options)
+                        read_row(row_kind, row.value, f"{file}: {row.place}", data)
 
 
 def _is_large_list(file: Path) -> bool:

@@ -6,10 +6,9 @@ only its iteration, and skipping ahead costs nothing.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import lru_cache
 from itertools import accumulate
 from queue import SimpleQueue
@@ -48,27 +47,7 @@ class ShuffledOrder:
         return np.random.RandomState(bits).permutation(self._size)
 
 
-class _Sets(ABC):
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        source, number = self._find(index)
-        return source[number]
-
-    def place(self, index: int) -> str:
-        """See `SampleSource`."""
-        source, number = self._find(index)
-        return source.place(number)
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def _find(self, index: int) -> tuple[SampleSource, int]:
-        """Return the set of a sample, and the sample's index in the set."""
-
-
-class Concatenation(_Sets):
+class Concatenation:
     """Data sets without weights, one after another. One epoch has each sample of each set once."""
 
     is_shuffled = False
@@ -80,7 +59,19 @@ class Concatenation(_Sets):
     def __len__(self) -> int:
         return self._ends[-1]
 
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        source, number = self._find(index)
+        return source[number]
+
+    def place(self, index: int) -> str:
+        """See `SampleSource`."""
+        source, number = self._find(index)
+        return source.place(number)
+
     def _find(self, index: int) -> tuple[SampleSource, int]:
+        """Return the set of a sample, and the sample's index in the set."""
         which = bisect_right(self._ends, index)
         source = self._sources[which]
         return source, index - self._ends[which] + len(source)
@@ -97,7 +88,7 @@ def format_passes(passes: float) -> str:
     return f"{number} pass" if number == "1" else f"{number} passes"
 
 
-class Blend(_Sets):
+class Blend(Concatenation):
     """Data sets with weights. Each set has its share of the samples at any time, its own epochs and order.
 
     Each sample comes from the set that is most behind its share, by Megatron's rule for blended data sets. A
@@ -115,7 +106,7 @@ class Blend(_Sets):
     ) -> None:
         from megatron.core.datasets.helpers import build_blending_indices  # only blends need megatron-core
 
-        self._sources = sources
+        super().__init__(sources)
         self._which, self._turns = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)
         """[N]: for each sample its set, and the number of earlier samples from that set."""
         shares = np.array(weights) / sum(weights)
@@ -216,24 +207,16 @@ class StepReader(Protocol):
         """Return this rank's micro-batches of the step `iteration`, counted from 0."""
 
 
-@contextmanager
-def read_ahead(reader: StepReader, steps: range, num_ahead: int) -> Iterator[StepReader]:
-    """Yield a reader that returns the batches of `reader`, which a thread reads ahead.
+def read_ahead(reader: StepReader, steps: range, num_ahead: int) -> AbstractContextManager[StepReader]:
+    """Return the context of a reader that returns the batches of `reader`, which a thread reads ahead.
 
     Take the steps in order; the last step may be taken again. A step raises the error of `reader.step`.
 
     Args:
         reader: the thread calls it, so do not call it at the same time.
-        num_ahead: steps to read ahead; 0 yields `reader` itself, without a thread.
+        num_ahead: steps to read ahead; 0 is the context of `reader` itself, without a thread.
     """
-    if num_ahead == 0:
-        yield reader
-        return
-    ahead = _AheadReader(reader, steps, num_ahead)
-    try:
-        yield ahead
-    finally:
-        ahead.close()
+    return closing(_AheadReader(reader, steps, num_ahead)) if num_ahead else nullcontext(reader)
 
 
 class _AheadReader:

@@ -34,7 +34,6 @@ from patch.convert import iter_hf_weights
 from patch.convert.hf_config_files import transformers_family
 from patch.data import BatchReader, load_sft
 from patch.data.packing import PairSource
-from patch.data.sft.options import SftOptions
 from patch.device import DeviceContext, MachineFacts, usable_cores
 from patch.distributed.groups import initialize
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig
@@ -236,7 +235,7 @@ def beside_trl(run: Run, model: torch.nn.Module) -> DpoTrainer:
     config, theirs = run.config, DpoTrainer(model, run.config)
     file = Path(config.checkpoint.output_path, "pairs.json")
     file.write_text(json.dumps(theirs.rows), encoding="utf-8")
-    pairs = load_sft(file, theirs.tokenizer, config.sample_length, SftOptions(row_kind="pair"))
+    pairs = load_sft(file, theirs.tokenizer, config.sample_length, row_kind="pair")
     source = PairSource(pairs, config.sample_length, is_packed=False)
     run.data.objective = objective = Preference(config)
     objective.sets = [source]

@@ -35,8 +35,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from patch.config.choices import InputJoin, RowKind
-from patch.config.data_spec import COLUMNS_OF_TURNS
+from patch.config.choices import RowKind
+from patch.config.data_spec import COLUMNS_OF_TURNS, parse_columns
+from patch.config.schema import DataConfig
 from patch.data.formats.contents import read_tools
 from patch.data.formats.keys import (
     MISSPELLED,
@@ -49,7 +50,7 @@ from patch.data.formats.keys import (
     rename,
     text_of,
 )
-from patch.data.formats.turns import PLAIN, Conversation, FormatOptions, Text, Turn, read_turns
+from patch.data.formats.turns import PLAIN, Conversation, Text, Turn, read_turns
 from patch.errors import DataError
 
 _MESSAGES = ("messages", "conversations", "conversation")
@@ -87,7 +88,7 @@ _NOT_SUPPORTED = {
 }
 
 
-def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PLAIN) -> Conversation | Text:
+def to_conversation(row: dict[str, Any], where: str, data: DataConfig = PLAIN) -> Conversation | Text:
     """Return the conversation of a row in the form that chat templates take, or the text of a row of `text`.
 
     A message without words and calls is context only. If no message is trained, all of `learned` is False.
@@ -99,7 +100,7 @@ def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PL
             text; a role is unknown; another role than the user speaks first; or the row needs something
             unsupported.
     """
-    of_row, of_turns = _split_columns(options.columns)
+    of_row = _columns_of_row(data)
     if _is_of_another_shape(row, of_row):
         of_row = {}
     row = rename(row, of_row, where)
@@ -111,20 +112,19 @@ def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PL
     if key == "text":
         return Text(text_of(row, key, where), where)
     if key in _MESSAGES:
-        turns = read_turns(row[key], key, where, of_turns)
+        turns = read_turns(row[key], key, where, data)
     else:
-        turns = _from_prompt(row, key, where, of_turns, options.alpaca_input_join)
+        turns = _from_prompt(row, key, where, data)
     return _conversation(turns, row, where)
 
 
-def _split_columns(columns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Split the user's names into keys of a row and keys inside its turns."""
-    of_turns = {ours: name for ours, name in columns.items() if ours in COLUMNS_OF_TURNS}
-    return {ours: name for ours, name in columns.items() if ours not in of_turns}, of_turns
+def _columns_of_row(data: DataConfig) -> dict[str, str]:
+    """Return the user's names of keys of a row; those inside its turns are for `read_turns`."""
+    return {ours: name for ours, name in parse_columns(data.columns).items() if ours not in COLUMNS_OF_TURNS}
 
 
 def to_pair(
-    row: dict[str, Any], where: str, options: FormatOptions = PLAIN
+    row: dict[str, Any], where: str, data: DataConfig = PLAIN
 ) -> tuple[Conversation | Text, Conversation | Text]:
     """Return the preferred and the rejected conversation or text of a row; only the answers are trained.
 
@@ -132,7 +132,7 @@ def to_pair(
         DataError: as `to_conversation`; or an answer is missing, the answers are of different forms, or two
             texts without a prompt are not transcripts with a common beginning.
     """
-    row, of_turns = _renamed(row, where, options, _PAIR, _EXPECTED_PAIR)
+    row = _renamed(row, where, data, _PAIR, _EXPECTED_PAIR)
     key = next((name for name in (*_MESSAGES, *_PROMPTS) if not is_absent(row.get(name))), None)
     are_texts = [isinstance(row[name], str) for name in _PAIR]
     if all(are_texts) and (key is None or key == "prompt" and isinstance(row[key], str)):
@@ -143,64 +143,64 @@ def to_pair(
             f"{where}: chosen is {first} and rejected is {second}, expected both as texts, or both as lists "
             "of messages; convert one of them"
         )
-    answers = [_turns_of(row, name, where, of_turns) for name in _PAIR]
+    answers = [_turns_of(row, name, where, data) for name in _PAIR]
     is_whole = any(turns[:1] and turns[0].message["role"] != "assistant" for turns in answers)
     if key is None or is_whole and not isinstance(row.get("prompt"), list):
         size = _num_common_messages(*answers)
         prompt, answers = answers[0][:size], [turns[size:] for turns in answers]
     elif key in _MESSAGES:
-        prompt = read_turns(row[key], key, where, of_turns)
+        prompt = read_turns(row[key], key, where, data)
     else:
-        prompt = _prompt_turns(row, key, where, of_turns, options.alpaca_input_join)
+        prompt = _prompt_turns(row, key, where, data)
     context = [turn._replace(learned=False) for turn in prompt]
     chosen, rejected = (_conversation([*context, *turns], row, where) for turns in answers)
     return replace(chosen, is_answer=True), replace(rejected, is_answer=True)
 
 
 def to_unpaired(
-    row: dict[str, Any], where: str, options: FormatOptions = PLAIN
+    row: dict[str, Any], where: str, data: DataConfig = PLAIN
 ) -> tuple[Conversation | Text, bool]:
     """Return the conversation or text of a row, and whether its answer is desirable; only that is trained.
 
     Raises:
         DataError: as `to_conversation`; or a key is missing, or the label is neither true nor false.
     """
-    row, of_turns = _renamed(row, where, options, _UNPAIRED, _EXPECTED_UNPAIRED)
+    row = _renamed(row, where, data, _UNPAIRED, _EXPECTED_UNPAIRED)
     label = row["label"]
     if not isinstance(label, bool):
         raise DataError(f"{where}: label is {quoted(label)}, expected true or false; convert it")
     if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return Text(text_of(row, "completion", where), where, row["prompt"]), label
-    prompt = _prompt_turns(row, "prompt", where, of_turns, options.alpaca_input_join)
+    prompt = _prompt_turns(row, "prompt", where, data)
     context = [turn._replace(learned=False) for turn in prompt]
-    whole = _conversation([*context, *_turns_of(row, "completion", where, of_turns)], row, where)
+    whole = _conversation([*context, *_turns_of(row, "completion", where, data)], row, where)
     return replace(whole, is_answer=True), label
 
 
 def read_row(
-    kind: RowKind, row: dict[str, Any], where: str, options: FormatOptions = PLAIN
+    kind: RowKind, row: dict[str, Any], where: str, data: DataConfig = PLAIN
 ) -> tuple[Sequence[Conversation | Text], bool]:
     """Return the conversations or texts of a row, and its label; False without one."""
     if kind == "pair":
-        return to_pair(row, where, options), False
+        return to_pair(row, where, data), False
     if kind == "unpaired":
-        answer, label = to_unpaired(row, where, options)
+        answer, label = to_unpaired(row, where, data)
         return [answer], label
-    return [to_conversation(row, where, options)], False
+    return [to_conversation(row, where, data)], False
 
 
 def _renamed(
-    row: dict[str, Any], where: str, options: FormatOptions, keys: Collection[str], expected: str
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a row with these keys under our names, and the user's names of keys inside its turns."""
-    of_row, of_turns = _split_columns(options.columns)
+    row: dict[str, Any], where: str, data: DataConfig, keys: Collection[str], expected: str
+) -> dict[str, Any]:
+    """Return a row with these keys under our names."""
+    of_row = _columns_of_row(data)
     if not set(of_row.values()).isdisjoint(row) or not row.keys() >= set(keys):
         row = rename(row, of_row, where)
     _refuse(row, where, keys)
     if missing := [name for name in keys if name not in row]:
         found = missing_keys(row, expected, [*_KNOWN, *keys])
         raise DataError(f"{where}: no key {' and no '.join(missing)}: {found}")
-    return row, of_turns
+    return row
 
 
 def _plain_texts(row: Mapping[str, Any], key: str | None, where: str) -> tuple[Text, Text]:
@@ -220,12 +220,12 @@ def _plain_texts(row: Mapping[str, Any], key: str | None, where: str) -> tuple[T
     return whole, replace(whole, text=rejected[size:])
 
 
-def _turns_of(row: Mapping[str, Any], name: str, where: str, columns: Mapping[str, str]) -> list[Turn]:
+def _turns_of(row: Mapping[str, Any], name: str, where: str, data: DataConfig) -> list[Turn]:
     said = row[name]
     if isinstance(said, str):
         said = [{"role": "assistant", "content": said}]
-        columns = {}
-    return read_turns([said] if isinstance(said, dict) else said, f"{name}", f"{where}: {name}", columns)
+        data = PLAIN
+    return read_turns([said] if isinstance(said, dict) else said, f"{name}", f"{where}: {name}", data)
 
 
 def _num_common_messages(first: list[Turn], second: list[Turn]) -> int:
@@ -276,28 +276,24 @@ def _meant(key: str) -> str:
     return next(iter(difflib.get_close_matches(key, _OPTIONAL, 1, MISSPELLED)), "")
 
 
-def _from_prompt(
-    row: Mapping[str, Any], key: str, where: str, columns: Mapping[str, str], join: InputJoin
-) -> list[Turn]:
+def _from_prompt(row: Mapping[str, Any], key: str, where: str, data: DataConfig) -> list[Turn]:
     """Return the turns of a row with a prompt and an answer; each is a text or a list of messages."""
     answer_key = first_key(row, _ANSWERS)
     assert answer_key is not None, "_format_key asks for both"
-    prompt = _prompt_turns(row, key, where, columns, join)
+    prompt = _prompt_turns(row, key, where, data)
     if isinstance(row[answer_key], list):
-        return [*prompt, *read_turns(row[answer_key], answer_key, where, columns)]
+        return [*prompt, *read_turns(row[answer_key], answer_key, where, data)]
     return [*prompt, _assistant(text_of(row, answer_key, where))]
 
 
-def _prompt_turns(
-    row: Mapping[str, Any], key: str, where: str, columns: Mapping[str, str], join: InputJoin
-) -> list[Turn]:
+def _prompt_turns(row: Mapping[str, Any], key: str, where: str, data: DataConfig) -> list[Turn]:
     """Return the turns of a row up to its question, which is a text or a list of messages."""
     has_input = not is_absent(row.get("input")) and text_of(row, "input", where).strip()
     if isinstance(row[key], list) and not has_input:
-        prompt = [turn._replace(learned=False) for turn in read_turns(row[key], key, where, columns)]
+        prompt = [turn._replace(learned=False) for turn in read_turns(row[key], key, where, data)]
     else:
         parts = [text_of(row, key, where), row["input"] if has_input else ""]
-        prompt = [_user(_JOINS[join].join(part for part in parts if part))]
+        prompt = [_user(_JOINS[data.alpaca_input_join].join(part for part in parts if part))]
     return [*_history(row, where), *prompt]
 
 

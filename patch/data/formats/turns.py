@@ -11,11 +11,12 @@ A content may be a list of parts: see contents.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from patch.config.choices import InputJoin
+from patch.config.data_spec import COLUMNS_OF_TURNS, parse_columns
+from patch.config.schema import DataConfig
 from patch.data.formats.contents import MessageContent, read_calls, read_parts
 from patch.data.formats.keys import (
     first_key,
@@ -58,18 +59,8 @@ class Text:
     """Context before the text, which is then an answer; or None."""
 
 
-@dataclass(frozen=True, slots=True)
-class FormatOptions:
-    """The user's settings for the rows of a file."""
-
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """Our name of a key to the name in the rows (`--columns`)."""
-    alpaca_input_join: InputJoin = "newline"
-    """The text between alpaca's instruction and input."""
-
-
-PLAIN = FormatOptions()
-"""Options for rows with the usual keys."""
+PLAIN = DataConfig(train_data_path="", max_padding_length=1, data_workers=1)
+"""Settings for rows with the usual keys, which one process reads; path and length are given beside them."""
 
 
 _CALL = "function_call"
@@ -108,12 +99,12 @@ class Turn(NamedTuple):
     tools: Sequence[dict[str, Any]] = ()
 
 
-def read_turns(value: Any, key: str, where: str, columns: Mapping[str, str]) -> list[Turn]:
+def read_turns(value: Any, key: str, where: str, data: DataConfig) -> list[Turn]:
     """Return the turns of a list of messages, or of JSON text of it.
 
     Args:
         key: the row's key of the list, for messages.
-        columns: the user's names for the role and the content of a message.
+        data: has the user's names for the role and the content of a message.
     Raises:
         DataError: it is not a list of messages; or a message has no role or content, an unknown role, or
             something other than text.
@@ -127,6 +118,7 @@ def read_turns(value: Any, key: str, where: str, columns: Mapping[str, str]) -> 
             "text of one"
         )
     turns = []
+    columns = {ours: name for ours, name in parse_columns(data.columns).items() if ours in COLUMNS_OF_TURNS}
     for number, item in enumerate(items, start=1):
         place = f"{where}: message {number}"
         if columns:

@@ -25,13 +25,11 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split, normalize
-from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import DataPart, split_shares
-from patch.config.schema import DataConfig, ModelConfig
 from patch.data.order import format_passes, weights_of
 from patch.data.pretraining.indexed_dataset import check_ids
-from patch.data.pretraining.run_sets import UNSPLIT, PretrainOptions, RunSet, open_set
+from patch.data.pretraining.run_sets import PretrainOptions, RunSet, open_set
 from patch.data.samples import Sample, lengths_between
 from patch.distributed.collectives import all_or_none
 from patch.errors import DataError
@@ -78,8 +76,8 @@ class PretrainSource:
         part = self.parts[item.get("dataset_id", 0)]
         tokens, labels = item["tokens"], item["labels"]
         ids = torch.cat([tokens, labels])
-        check_ids(part.prefix, int(ids.min()), int(ids.max()), self._options.vocab_size)
-        lengths = lengths_between(tokens == part.eod) if self._options.reset_attention_mask else None
+        check_ids(part.prefix, int(ids.min()), int(ids.max()), self._options.model.vocab_size)
+        lengths = lengths_between(tokens == part.eod) if self._options.data.reset_attention_mask else None
         return Sample(tokens, labels, item["loss_mask"], lengths)
 
     def place(self, index: int) -> str:
@@ -94,31 +92,23 @@ class PretrainSource:
 
 
 def load_run_sets(
-    data: DataConfig,
-    model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
+    options: PretrainOptions,
     train: Sequence[DataPart],
     valid: Sequence[DataPart],
     num_train_samples: Callable[[int], int],
-    seed: int,
-    index_folder: Path,
 ) -> tuple[PretrainSource, list[tuple[DataPart, PretrainSource]]]:
     """Return the training sets of a run as one, and each validation set. A collective over the job.
 
     With a split and no validation set, the validation documents are the split's share of each training set.
 
     Args:
-        tokenizer: a set that is known to have another vocabulary is refused.
         num_train_samples: maps the samples of one pass over the training sets to the samples of the run.
-        index_folder: folder of the index files; all ranks must share it.
     Raises:
         DataError: on all ranks; see `load_training`.
     """
-    options = PretrainOptions.of(data, model, tokenizer, seed, index_folder)
     source = load_training([part.path for part in train], weights_of(train), options, num_train_samples)
     if valid:
-        options = dataclasses.replace(options, split=UNSPLIT)
+        options = options._replace(data=dataclasses.replace(options.data, split=None))
     elif split_shares(options.split)[1]:
         valid = train
     return source, [(part, load_validation(part.path, options)) for part in valid]
@@ -141,7 +131,7 @@ def load_training(
             another tokenizer; if no documents are left for training; or if a needed end token is unknown.
     """
 
-    length = options.sequence_length
+    length = options.model.seq_length
 
     def build() -> tuple[PretrainSource, list[float]]:
         parts = [open_set(prefix, options, Split.train) for prefix in prefixes]
@@ -164,7 +154,7 @@ def load_validation(prefix: str, options: PretrainOptions) -> PretrainSource:
     """Return the validation documents of one set, once; the last sample is padded. A collective in a job.
 
     Args:
-        options: with the split `UNSPLIT`, all documents are for validation.
+        options: without a split, all documents are for validation.
     Raises:
         DataError: see `load_training`.
     """
@@ -176,7 +166,7 @@ def load_validation(prefix: str, options: PretrainOptions) -> PretrainSource:
         return PretrainSource(dataset, [part], options, len(dataset))
 
     source = _rank_zero_first(build)
-    _logger.info("%s: %d samples of %d tokens", prefix, len(source), options.sequence_length)
+    _logger.info("%s: %d samples of %d tokens", prefix, len(source), options.model.seq_length)
     return source
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,45 +22,22 @@ _TOKENS_CHECKED = 1 << 24
 _PURPOSE = {Split.train: "training", Split.valid: "validation"}
 
 
-@dataclass(frozen=True, slots=True)
-class PretrainOptions:
-    """Options for reading the sets of a run."""
+class PretrainOptions(NamedTuple):
+    """How the sets of a run are read. Without a seed and a folder, only sizes can be read."""
 
-    sequence_length: int
-    vocab_size: int
-    """Rows of the model's vocabulary; larger ids are refused."""
-    seed: int
-    cache: Path
-    """Folder of the index files, which locate each sample; all ranks must share it."""
+    data: DataConfig
+    model: ModelConfig
+    """Decides the sequence length; ids beyond its vocabulary are refused."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """A set that is known to have another vocabulary is refused. None skips this check."""
-    split: str = UNSPLIT
-    """Shares of each set's documents for training, validation and neither, as in Megatron-LM: 99,1,0."""
-    reset_attention_mask: bool = False
-    """Whether a sample's documents are separate sequences (`Sample.lengths`)."""
-    eod_mask_loss: bool = False
-    """Whether the token after an end token is excluded from the loss."""
+    seed: int = 0
+    cache: Path = Path()
+    """Folder of the index files, which locate each sample; all ranks must share it."""
 
-    @classmethod
-    def of(
-        cls,
-        data: DataConfig,
-        model: ModelConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int = 0,
-        cache: Path = Path(),
-    ) -> PretrainOptions:
-        """Return the options of a run. Without a seed and a folder, only sizes can be read."""
-        return cls(
-            sequence_length=model.seq_length,
-            vocab_size=model.vocab_size,
-            seed=seed,
-            cache=cache,
-            tokenizer=tokenizer,
-            split=data.split or UNSPLIT,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-        )
+    @property
+    def split(self) -> str:
+        """Shares of each set's documents for training, validation and neither."""
+        return self.data.split or UNSPLIT
 
 
 class RunSet(NamedTuple):
@@ -90,19 +66,19 @@ def open_set(prefix: str, options: PretrainOptions, split: Split) -> RunSet:
     """Open a set's files and check the first token ids. The other ids are checked when they are read."""
     indexed = open_indexed(prefix)
     head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
-    check_ids(prefix, int(head.min()), int(head.max()), options.vocab_size)
+    check_ids(prefix, int(head.min()), int(head.max()), options.model.vocab_size)
     is_known = split is Split.valid and options.split != UNSPLIT  # it was opened for training
     eod = _end_of_document(prefix, indexed, options, warns=not is_known)
     config = GPTDatasetConfig(
         random_seed=options.seed,
-        sequence_length=options.sequence_length,
+        sequence_length=options.model.seq_length,
         blend=([prefix], None),
         split=options.split,
         path_to_cache=str(options.cache),
-        tokenizer=_Vocabulary(prefix, options.vocab_size, eod),
+        tokenizer=_Vocabulary(prefix, options.model.vocab_size, eod),
         reset_position_ids=False,
         reset_attention_mask=False,
-        eod_mask_loss=options.eod_mask_loss,
+        eod_mask_loss=options.data.eod_mask_loss,
         create_attention_mask=False,
         drop_last_partial_validation_sequence=False,
     )
@@ -116,16 +92,13 @@ def open_set(prefix: str, options: PretrainOptions, split: Split) -> RunSet:
     return opened
 
 
-def train_samples(
-    part: DataPart, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
-) -> int:
+def train_samples(part: DataPart, options: PretrainOptions) -> int:
     """Return the samples of one pass over a training set. No index file is read or written.
 
     Raises:
         DataError: see `load_training`.
     """
-    opened = open_set(part.path, PretrainOptions.of(data, model, tokenizer), Split.train)
-    return max(1, opened.samples(model.seq_length))
+    return max(1, open_set(part.path, options, Split.train).samples(options.model.seq_length))
 
 
 def _documents(
@@ -148,7 +121,7 @@ def _end_of_document(
         eod = None if options.tokenizer is None else options.tokenizer.eos_token_id
         why = "the tokenizer has no eos token"
     for field in ("reset_attention_mask", "eod_mask_loss"):
-        if eod is None and getattr(options, field):
+        if eod is None and getattr(options.data, field):
             raise DataError(f"{prefix}: no token ends its documents: {why}; expected one", field=field)
     return eod
 

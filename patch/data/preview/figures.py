@@ -69,7 +69,6 @@ def figures_of_rows(part: DataPart, source: SftSource, capacity: int) -> Figures
         ),
     ]
     values = {
-        "name": name_of(part),
         "report": report.to_json(),
         "duplicates": duplicates,
         "most_copies": most_copies,

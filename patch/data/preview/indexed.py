@@ -139,7 +139,6 @@ class IndexedPreview:
             *origin,
         ]
         values = {
-            "name": name_of(self._part),
             "counts": counts,
             "stored_as": stored_as,
             "counted": counted,

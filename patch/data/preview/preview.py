@@ -35,7 +35,7 @@ from patch.data.preview.tokens import (
     terminal,
 )
 from patch.data.readers.rows import read_rows
-from patch.data.sft.options import SftOptions, sft_options
+from patch.data.sft.options import user_cache
 from patch.data.sft.rows import Item, TokenizedRow
 from patch.data.sft.source import is_cached, load_sft, start_workers
 from patch.data.tokenizer import check_vocabulary, load_tokenizer
@@ -125,7 +125,7 @@ class Preview:
         values = {
             "data": self.data.train_data_path,
             "tokenizer": self.tokenizer.name_or_path,
-            "sets": [each.values for each in self.sets],
+            "sets": [{"name": each.name, **each.values} for each in self.sets],
             "rows": [row.to_json() for row in self.rows],
         }
         try:
@@ -163,25 +163,24 @@ class Preview:
                 from patch.data.pretraining.indexed_sft import load_indexed_sft
 
                 return len(load_indexed_sft(part.path, tokenizer, model))
-            from patch.data.pretraining.run_sets import train_samples
+            from patch.data.pretraining.run_sets import PretrainOptions, train_samples
 
-            return train_samples(part, data, model, tokenizer)
-        options = self._options(fallback_cache)
-        if not is_cached(Path(part.path), tokenizer, length, options):
-            if sum(file.stat().st_size for file in files_of(part.path)) > _SMALL_BYTES:
-                return None
-            options = replace(options, cache_dir=None)
-        source = load_sft(Path(part.path), tokenizer, length, options)
+            return train_samples(part, PretrainOptions(data, model, tokenizer))
+        cache = data.cache_dir or user_cache(fallback_cache)
+        is_tokenized = is_cached(part.path, tokenizer, data, self.row_kind, cache)
+        if not is_tokenized and sum(file.stat().st_size for file in files_of(part.path)) > _SMALL_BYTES:
+            return None
+        source = load_sft(
+            part.path, tokenizer, length, data, self.row_kind, cache if is_tokenized else None
+        )  # fmt: skip
         return len(SOURCES[self.row_kind](source, length, is_packed=data.packing))
 
-    def _options(self, fallback_cache: Path) -> SftOptions:
-        return sft_options(self.data, fallback_cache, self.row_kind)
-
     def _of_rows(self, part: DataPart) -> Figures:
-        length = self.data.max_padding_length
+        data, length = replace(self.data, max_dropped_share=1.0), self.data.max_padding_length
         with TemporaryDirectory() as fallback:
-            options = replace(self._options(Path(fallback)), max_dropped_share=1.0)
-            return figures_of_rows(part, load_sft(Path(part.path), self.tokenizer, length, options), length)
+            cache = data.cache_dir or user_cache(Path(fallback))
+            source = load_sft(part.path, self.tokenizer, length, data, self.row_kind, cache)
+            return figures_of_rows(part, source, length)
 
     def _chosen(self, count: int, number: int | None) -> Iterator[ShownRow]:
         if not self._has_rows:
@@ -190,16 +189,14 @@ class Preview:
                 yield from self._indexed(part).rows(numbers)
             return
         ensure_chat_template(self.tokenizer, self.data.chat_template, self.data.chat_template_kwargs)
-        # Showing a few rows needs no token cache, and only one process.
-        options = replace(self._options(Path()), cache_dir=None, num_workers=1)
-        length, texts = self.data.max_padding_length, TokenTexts(self.tokenizer)
+        data, texts = replace(self.data, data_workers=1), TokenTexts(self.tokenizer)
         for part in self.parts:
             with about(_FIELD):
                 files = files_of(part.path)
             items = list(islice(_items(files), count)) if number is None else _numbered(files, number)
-            for _, rows in start_workers(self.tokenizer, options, length)([items]):
+            for _, rows in start_workers(self.tokenizer, data, self.row_kind)([items]):
                 for item, row in zip(items, rows, strict=True):
-                    remarks = _remarks(row, options, length)
+                    remarks = _remarks(row, data, self.row_kind)
                     is_pair = self.row_kind == "pair"
                     yield ShownRow(item.where, _samples(row, texts), remarks, is_pair, has_label=True)
 
@@ -232,17 +229,17 @@ def _samples(row: TokenizedRow, texts: TokenTexts) -> list[list[ShownToken]]:
     return [texts.shown(*sample) for sample in zip(ids, learned, strict=True) if len(sample[0])]
 
 
-def _remarks(row: TokenizedRow, options: SftOptions, length: int) -> list[str]:
-    remarks = []
-    if options.row_kind == "unpaired" and row.sizes:
+def _remarks(row: TokenizedRow, data: DataConfig, row_kind: RowKind) -> list[str]:
+    remarks, length = [], data.max_padding_length
+    if row_kind == "unpaired" and row.sizes:
         remarks.append("desirable" if row.learned[0] else "undesirable")
     if row.dropped is not None:
         remarks.append(f"dropped: {row.dropped}")
     elif row.longest > length:
         lost = "learned tokens are lost" if row.loses_learned else "no learned token is lost"
-        remarks.append(f"{row.longest} tokens, {length} fit: --long-samples {options.long_samples}; {lost}")
+        remarks.append(f"{row.longest} tokens, {length} fit: --long-samples {data.long_samples}; {lost}")
     if row.is_special:
-        are = "are encoded as such" if options.render.allow_special_tokens else "are encoded as text"
+        are = "are encoded as such" if data.allow_special_tokens else "are encoded as text"
         remarks.append(f"special tokens that its text spells out {are} (--allow-special-tokens)")
     return remarks
 

@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats.turns import Conversation, Message, Text
+from patch.config.schema import DataConfig
+from patch.data.formats.turns import PLAIN, Conversation, Message, Text
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
-from patch.data.rendering.spans import RenderOptions, Span, SpecialTokenMarker
+from patch.data.rendering.spans import Span, SpecialTokenMarker
 from patch.data.rendering.template import FOREIGN_CURE, PROBE, MarkedChat, Template
 from patch.data.rendering.turns import samples_of, says_something
 from patch.data.tokenizer import backend_of, special_tokens
@@ -35,8 +36,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 class ChatRenderer:
     """Renderer of conversations with a tokenizer's chat template, and of plain texts without one."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: RenderOptions | None = None) -> None:
-        self._options = options or RenderOptions()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig = PLAIN) -> None:
+        self._data = data
         self._marker = SpecialTokenMarker(special_tokens(tokenizer))
         self._tokenizer = tokenizer
         self._bos = _bos_of_texts(tokenizer)
@@ -102,7 +103,7 @@ class ChatRenderer:
     def _turns(self, row: Conversation) -> list[int]:
         answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
         first = 0
-        if self._options.train_on == "last" and answers:
+        if self._data.train_on == "last" and answers:
             users = [index for index in range(answers[-1]) if row.messages[index]["role"] == "user"]
             first = max(users, default=0)
         return [
@@ -133,7 +134,7 @@ class ChatRenderer:
         return "", text.removeprefix(self._bos)
 
     def _marked(self, value: Any) -> Any:
-        return value if self._options.allow_special_tokens else self._marker.marked(value)
+        return value if self._data.allow_special_tokens else self._marker.marked(value)
 
 
 def _bos_of_texts(tokenizer: PreTrainedTokenizerBase) -> str:

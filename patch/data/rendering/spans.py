@@ -1,4 +1,4 @@
-"""Spans, the pieces of a rendered conversation: options of rendering, marks in special tokens, and ids.
+"""Spans, the pieces of a rendered conversation: marks in special tokens, and ids.
 
 Special tokens that a row's own text spells out are marked, so that they can be encoded as text. The mark is a
 lone surrogate inside the token, which distinguishes it from the chat template's tokens. No text of a file
@@ -19,15 +19,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.choices import TrainOn
 from patch.data.tokenizer import backend_of
 from patch.errors import DataError
 
@@ -48,20 +46,6 @@ class Span(NamedTuple):
     """Whether the user speaks here, after text that is not trained."""
 
 
-@dataclass(frozen=True, slots=True)
-class RenderOptions:
-    """Options of rendering. By default all turns are trained, and special tokens in the rows are text.
-
-    Args:
-        train_on: "all" turns of the assistant, or "last": only turns after the last message of the user.
-        allow_special_tokens: encode special tokens that a row's text spells out as such, not as text.
-    """
-
-    train_on: TrainOn = "all"
-    allow_special_tokens: bool = False
-
-
-
 MARK = "\ud800"
 
 
@@ -73,6 +57,17 @@ def unmarked(text: str) -> str:
 def any_of(tokens: Iterable[str]) -> str:
     """Return a pattern of the tokens. The longest token comes first, as tokenizers prefer it."""
     return "|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or r"(?!)"
+
+
+def texts_in(value: Any, *, keys: bool = True) -> Iterator[str]:
+    """Yield the texts of JSON-like data, and its keys if asked for."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from texts_in([*(value if keys else ()), *value.values()], keys=keys)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from texts_in(item, keys=keys)
 
 
 class SpecialTokenMarker:
@@ -97,11 +92,7 @@ class SpecialTokenMarker:
 
     def is_in(self, value: Any) -> bool:
         """Return whether a text or a key of JSON-like data spells out a special token."""
-        if isinstance(value, str):
-            return self._tokens.search(value) is not None
-        if isinstance(value, dict):
-            return any(self.is_in(key) or self.is_in(item) for key, item in value.items())
-        return isinstance(value, (list, tuple)) and any(map(self.is_in, value))
+        return any(self._tokens.search(text) is not None for text in texts_in(value))
 
     def _marked_text(self, text: str) -> str:
         text = self._tokens.sub(lambda match: _interrupted(match[0]), text)

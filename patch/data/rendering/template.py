@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from patch.data.chat_templates import template_name
 from patch.data.formats.turns import Message
-from patch.data.rendering.spans import any_of
+from patch.data.rendering.spans import any_of, texts_in
 from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 from patch.logger import get_logger
@@ -50,7 +50,8 @@ class MarkedChat:
     def longest_text(self) -> int:
         """Most characters that a template may write for this chat."""
         num_frames = len(self.messages) + len(self.tools or ())
-        return _FRAME_LENGTH * num_frames + _LENGTH_RATIO * _length((self.messages, self.tools))
+        num_characters = sum(map(len, texts_in((self.messages, self.tools))))
+        return _FRAME_LENGTH * num_frames + _LENGTH_RATIO * num_characters
 
 
 _PROBE_CHAT = MarkedChat(PROBE, None, "chat template")
@@ -226,11 +227,3 @@ class Template:
                 f"{chat.where}: {self.name} writes {len(text)} characters, expected at most "
                 f"{chat.longest_text} for these {len(chat.messages)} messages; {FOREIGN_CURE}"
             )
-
-
-def _length(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(len(key) + _length(item) for key, item in value.items())
-    return sum(map(_length, value)) if isinstance(value, (list, tuple)) else 0

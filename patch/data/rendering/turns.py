@@ -18,11 +18,10 @@ Many templates write neither tools nor their results.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from patch.data.formats.turns import Message
-from patch.data.rendering.spans import Span
+from patch.data.rendering.spans import Span, texts_in
 from patch.data.rendering.template import CURE, MarkedChat, Template
 from patch.errors import DataError
 
@@ -156,7 +155,8 @@ def _check_answer(name: str, chat: MarkedChat, index: int, answer: str) -> None:
     if not _is_in(answer, thoughts):
         raise _loss(name, chat, index, "what the assistant thinks", thoughts)
     for call in message.get("tool_calls") or ():
-        for value in _texts_of_call(call):
+        function = call.get("function", call)
+        for value in texts_in([function.get("name", ""), function.get("arguments")], keys=False):
             if not _is_in(answer, value):
                 raise _loss(name, chat, index, "a call of a tool", value)
 
@@ -177,23 +177,6 @@ def _loss(name: str, chat: MarkedChat, index: int | None, what: str, value: str)
     return DataError(
         f"{place}: {name} does not write {what} ({value!r:.60}); {_WRITING_CURE}", field="chat_template"
     )
-
-
-def _texts_of_call(call: Any) -> Iterator[str]:
-    function = call.get("function", call)
-    yield function.get("name", "")
-    yield from _texts(function.get("arguments"))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
 
 
 def _is_in(text: str, value: str) -> bool:

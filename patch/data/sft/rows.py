@@ -13,12 +13,14 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.choices import RowKind
+from patch.config.data_spec import parse_columns
+from patch.config.schema import DataConfig
 from patch.data.formats.keys import columns_in
 from patch.data.formats.rows import read_row
 from patch.data.formats.turns import Conversation, Text
 from patch.data.rendering.chat import ChatRenderer
 from patch.data.rendering.spans import Span, SpanEncoder
-from patch.data.sft.options import SftOptions
 from patch.data.sft.truncation import Headers, Tokens, cut
 from patch.errors import DataError
 
@@ -65,16 +67,16 @@ class TokenizedRow(NamedTuple):
 
 
 class RowTokenizer:
-    """Makes samples of at most `length` tokens from rows."""
+    """Makes samples of at most `data.max_padding_length` tokens from rows."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> None:
-        self.renderer = ChatRenderer(tokenizer, options.render)
-        self._encoder = SpanEncoder(tokenizer, options.render.allow_special_tokens)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, row_kind: RowKind) -> None:
+        self.renderer = ChatRenderer(tokenizer, data)
+        self._encoder = SpanEncoder(tokenizer, data.allow_special_tokens)
         self._name = tokenizer.name_or_path
         self._begin_of_text = tokenizer.bos_token_id
         self._end_of_text = tokenizer.eos_token or ""
-        self._options, self._length = options, length
-        self._kind = options.row_kind
+        self._data, self._length = data, data.max_padding_length
+        self._kind = row_kind
 
     def __call__(self, item: Item) -> TokenizedRow:
         """Return the samples of one row.
@@ -83,7 +85,7 @@ class RowTokenizer:
             DataError: the row has no known format, or cannot be rendered or encoded.
         """
         value = pickle.loads(item.value)
-        rows, label = read_row(self._kind, value, item.where, self._options.format)
+        rows, label = read_row(self._kind, value, item.where, self._data)
         is_special, is_partly_encoded = any(map(self.renderer.holds_special_token, rows)), False
         whole: list[Tokens] = []
         samples = [spans for row in rows for spans in self.renderer.samples(row)]
@@ -119,14 +121,14 @@ class RowTokenizer:
             num_kept < num_learned,
             is_special,
             is_partly_encoded,
-            columns_in(value, self._options.format.columns),
+            columns_in(value, parse_columns(self._data.columns)),
         )
 
     def _cut(self, tokens: Tokens, row: Conversation | Text, length: int) -> list[Tokens]:
         if len(tokens.ids) <= length + 1:
             return [tokens]
         headers = Headers() if isinstance(row, Text) else self._headers
-        return cut(tokens, length, self._options.long_samples, self._begin_of_text, headers)
+        return cut(tokens, length, self._data.long_samples, self._begin_of_text, headers)
 
     def _cut_pair(self, whole: list[Tokens], rows: Sequence[Conversation | Text]) -> list[Tokens]:
         """Return both sequences if they fit into one sample and both have trained tokens, else none. If they
@@ -136,7 +138,7 @@ class RowTokenizer:
             most = max(self._length - min(sizes), self._length // 2)
             parts = [self._cut(tokens, row, most) for tokens, row in zip(whole, rows, strict=True)]
             whole = [part for of_one in parts for part in of_one]
-            if self._options.long_samples == "drop":
+            if self._data.long_samples == "drop":
                 return []
         return whole if all(map(_num_learned, whole)) else []
 
@@ -149,7 +151,7 @@ class RowTokenizer:
     def _why_dropped(self, longest: int) -> str:
         if not longest:
             return "nothing to learn" + (" in an answer of the pair" if self._kind == "pair" else "")
-        if self._options.long_samples == "drop":
+        if self._data.long_samples == "drop":
             return f"over {self._length} tokens"
         return f"nothing to learn in the {self._length} tokens that are kept"
 
@@ -177,11 +179,11 @@ class RowTokenizer:
         total = sum(len(span.text) for span in spans)
         if total <= LONG_TEXT:
             return self._encoder.encode([spans])[0], True
-        if self._options.long_samples == "split":
+        if self._data.long_samples == "split":
             return self._ids_of_pieces(spans), True
         size = LONG_TEXT
         while size < total:
-            if self._options.long_samples == "cut-begin":
+            if self._data.long_samples == "cut-begin":
                 ids = self._ids_at_end(spans, size)
             else:
                 ids = self._encoder.encode([_clipped(spans, size)])[0]

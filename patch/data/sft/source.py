@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,26 +16,31 @@ import numpy as np
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.data_spec import files_of
+from patch.config.choices import RowKind
+from patch.config.data_spec import files_of, parse_columns
+from patch.config.schema import DataConfig
 from patch.data.chat_templates import ensure_chat_template
+from patch.data.formats.turns import PLAIN
 from patch.data.packing import packed_sample
 from patch.data.readers.rows import Row, SetReader
 from patch.data.rendering.bounded_process import BoundedMap
 from patch.data.samples import Sample
 from patch.data.sft.cache import TokenCache, TokenizedSet, TokenWriter, tokenized_in_memory
-from patch.data.sft.options import SftOptions, origin_of
+from patch.data.sft.options import origin_of
 from patch.data.sft.report import SetReport
 from patch.data.sft.rows import Item, RowTokenizer
 from patch.data.tokenizer import padding_id
+from patch.device import usable_cores
 from patch.errors import DataError
 from patch.preflight.data_record import SetRecord
 from patch.progress import shown_progress
 from patch.storage.places import StrPath
 
-_DEFAULT = SftOptions()
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 1 << 18
 """Limits of one batch. They also limit the memory: each worker has a batch, and a few more batches wait."""
+_MOST_WORKERS = 32
+"""Limit of the default, because one process reads the rows for all workers."""
 
 class SftSource(Dataset[Sample]):
     """Tokenized conversations; a sample is padded when it is read.
@@ -96,43 +102,53 @@ def load_sft(
     path: StrPath,
     tokenizer: PreTrainedTokenizerBase,
     sequence_length: int,
-    options: SftOptions = _DEFAULT,
+    data: DataConfig = PLAIN,
+    row_kind: RowKind = "conversation",
+    cache_dir: StrPath | None = None,
 ) -> SftSource:
     """Read and tokenize a set of conversations: a file, or the files of a folder or a glob.
 
-    With a token cache (`options.cache_dir`) this happens once for the same rows, tokenizer and options. Later
-    calls map the tokens, also in other processes and runs. The log reports on the rows. Time and memory are
+    With a token cache this happens once for the same rows, tokenizer and settings. Later calls
+    map the tokens, also in other processes and runs. The log reports on the rows. Time and memory are
     bounded for each row, however long it is.
 
     Args:
         path: rows (see `files_of`) in one of the formats of `to_conversation`.
-        tokenizer: a LLaMA-3 tokenizer without a chat template gets the built-in `llama3`.
+        tokenizer: gets the chat template of `data`, see `ensure_chat_template`.
         sequence_length: tokens of one sample; the labels are shifted by one token.
+        data: settings of rows and processes.
+        row_kind: a pair gives two sequences; the label of an unpaired answer is in its first token.
+        cache_dir: folder of the token cache, or None to keep the tokens in memory.
     Raises:
         DataError: see `read_rows`, `to_conversation`, `ChatRenderer`; the tokenizer fails; the cache cannot
-            be written; no row gives a sample; or more than `options.max_dropped_share` of the rows give none.
+            be written; no row gives a sample; or more than `data.max_dropped_share` of the rows give none.
     """
-    ensure_chat_template(tokenizer)
+    ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
+    data = replace(data, max_padding_length=sequence_length)
     name, files = str(path), files_of(str(path))
-    cache = None if options.cache_dir is None else TokenCache(Path(options.cache_dir))
+    cache = None if cache_dir is None else TokenCache(Path(cache_dir))
     hashes = _hash(files, cache)
 
     def build(writer: TokenWriter) -> SetReport:
-        report = tokenize(files, name, tokenizer, options, sequence_length, writer)
+        report = tokenize(files, name, tokenizer, data, row_kind, writer)
         report.refuse_empty(name)
         for file, before, after in zip(files, hashes, _hash(files, cache), strict=cache is not None):
             if before != after:
                 raise DataError(f"{file} has changed while it was read; start again when it is complete")
         return report
 
-    key, origin = origin_of(hashes, tokenizer, options, sequence_length)
+    key, origin = origin_of(hashes, tokenizer, data, row_kind)
     tokens = tokenized_in_memory(build) if cache is None else cache.get(key, name, build)
-    tokens.report.log(name, options.max_dropped_share)
+    tokens.report.log(name, data.max_dropped_share)
     return SftSource(tokens, name, tokenizer, sequence_length, origin)
 
 
 def is_cached(
-    path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int, options: SftOptions
+    path: StrPath,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    row_kind: RowKind,
+    cache_dir: StrPath,
 ) -> bool:
     """Return whether `load_sft` would find the set in the token cache, without reading a file of rows again.
     The tokenizer must already have its chat template.
@@ -140,10 +156,10 @@ def is_cached(
     Raises:
         DataError: there is no such file.
     """
-    files, cache = files_of(str(path)), TokenCache(Path(str(options.cache_dir)))
+    files, cache = files_of(str(path)), TokenCache(Path(cache_dir))
     named = zip(names_of(files), map(cache.hashes.remembered, files), strict=True)
     hashes = [(name, digest) for name, digest in named if digest is not None]
-    key, _ = origin_of(hashes, tokenizer, options, sequence_length)
+    key, _ = origin_of(hashes, tokenizer, data, row_kind)
     return len(hashes) == len(files) and cache.has(key)
 
 
@@ -165,11 +181,11 @@ def tokenize(
     files: Sequence[Path],
     name: str,
     tokenizer: PreTrainedTokenizerBase,
-    options: SftOptions,
-    length: int,
+    data: DataConfig,
+    row_kind: RowKind,
     writer: TokenWriter,
 ) -> SetReport:
-    """Tokenize the rows of files to samples of `length` tokens, write the samples, and return the report.
+    """Tokenize the rows of files to samples, write the samples, and return the report.
 
     Raises:
         DataError: a row cannot be read, has no known format, or cannot be rendered or encoded.
@@ -177,11 +193,11 @@ def tokenize(
         OSError: the samples cannot be written.
     """
     report = SetReport(
-        length,
-        options.long_samples,
-        options.render.allow_special_tokens,
-        options.row_kind == "pair",
-        unseen_columns=dict(options.format.columns),
+        data.max_padding_length,
+        data.long_samples,
+        data.allow_special_tokens,
+        row_kind == "pair",
+        unseen_columns=dict(parse_columns(data.columns)),
     )
     names = dict(zip(files, names_of(files), strict=True))
 
@@ -190,7 +206,7 @@ def tokenize(
         return Item(f"{file}: {row.place}", names[file] + row.place, value), len(value)
 
     reader = SetReader(files, item, _ROWS_AT_ONCE, _BYTES_AT_ONCE)
-    tokenized = start_workers(tokenizer, options, length)
+    tokenized = start_workers(tokenizer, data, row_kind)
     with shown_progress(f"tokenizing {name}", 1) as show:
         for items, rows in tokenized(reader.batches()):
             for item_of_row, row in zip(items, rows, strict=True):
@@ -205,15 +221,16 @@ def tokenize(
     return report
 
 
-def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> BoundedMap:
+def start_workers(tokenizer: PreTrainedTokenizerBase, data: DataConfig, row_kind: RowKind) -> BoundedMap:
     """Start the processes that map lists of `Item`s to `TokenizedRow`s. The map raises a DataError for a row
     that has no known format, or cannot be rendered or encoded.
 
     Raises:
         TrainingError: the processes cannot be started.
     """
-    work = RowTokenizer(tokenizer, options, length)
-    return BoundedMap(work, options.num_workers, error=work.renderer.child_error)
+    work = RowTokenizer(tokenizer, data, row_kind)
+    processes = data.data_workers or min(_MOST_WORKERS, usable_cores())
+    return BoundedMap(work, processes, error=work.renderer.child_error)
 
 
 def names_of(files: Sequence[Path]) -> list[str]:

@@ -13,6 +13,7 @@ RENEW_GOLDEN=1 writes the answers anew.
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,11 @@ from answers_on_file import check_answers
 from llama3_tokenizer import tiny_tokenizer
 from tokenizer_zoo import qwen_tokenizer
 
-from patch.config.data_spec import parse_columns
 from patch.data.formats.rows import to_conversation, to_pair, to_unpaired
-from patch.data.formats.turns import Conversation, FormatOptions, Text
+from patch.data.formats.turns import PLAIN, Conversation, Text
 from patch.data.readers.rows import read_rows
 from patch.data.rendering.chat import ChatRenderer
-from patch.data.rendering.spans import RenderOptions, SpanEncoder, unmarked
+from patch.data.rendering.spans import SpanEncoder, unmarked
 from patch.errors import DataError
 
 FILE = Path(__file__).with_name("answers.txt")
@@ -45,8 +45,8 @@ def conversation_lines(found: Conversation | Text) -> list[str]:
 
 def sample_lines(tokenizer: Any, found: Conversation | Text, given: dict[str, str]) -> list[str]:
     allow = "allow" in given
-    options = RenderOptions(train_on=given.get("train_on", "all"), allow_special_tokens=allow)
-    samples = ChatRenderer(tokenizer, options).render(found)
+    data = replace(PLAIN, train_on=given.get("train_on", "all"), allow_special_tokens=allow)
+    samples = ChatRenderer(tokenizer, data).render(found)
     encoded = SpanEncoder(tokenizer, allow_special_tokens=allow).encode(samples)
     lines = []
     for number, (sample, ids) in enumerate(zip(samples, encoded, strict=True), start=1):
@@ -68,15 +68,15 @@ def row_lines(kind: str, text: str, tokenizer_of: Any) -> list[str]:
     words, brace, row = text.partition("{")
     template = words.split(" ")[0] if kind == "learn" else ""
     given = dict(word.split("=", 1) for word in words.removeprefix(template).split())
-    options = FormatOptions(parse_columns(given.get("columns")), given.get("join", "newline"))
+    data = replace(PLAIN, columns=given.get("columns"), alpaca_input_join=given.get("join", "newline"))
     value = json.loads(brace + row)
     if kind == "pair":
-        chosen, rejected = map(conversation_lines, to_pair(value, "HERE", options))
+        chosen, rejected = map(conversation_lines, to_pair(value, "HERE", data))
         return ["chosen", *chosen, "rejected", *rejected]
     if kind == "unpaired":
-        found, label = to_unpaired(value, "HERE", options)
+        found, label = to_unpaired(value, "HERE", data)
         return [f"label {label}", *conversation_lines(found)]
-    found = to_conversation(value, "HERE", options)
+    found = to_conversation(value, "HERE", data)
     return sample_lines(tokenizer_of(template), found, given) if template else conversation_lines(found)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from indexed_sets import consecutive, write_set
+from small_runs import small_run
 
 from patch.data.formats.rows import to_conversation
 from patch.data.pretraining.dataset import load_training
@@ -78,7 +79,7 @@ def test_damaged_rows(tmp_path: Path) -> None:
 @pytest.mark.timeout(100)
 def test_damaged_sets(tmp_path: Path) -> None:
     """Every sample that is read is one of consecutive numbers, as they were written."""
-    pick = random.Random(SEED)
+    pick, run = random.Random(SEED), small_run(seq_length=8, vocab_size=250)
     prefix = tmp_path / "set"
     outcomes: Counter = Counter()
     write_set(prefix, consecutive([60, 0, 100, 41]))
@@ -97,7 +98,7 @@ def test_damaged_sets(tmp_path: Path) -> None:
         for each in whole:
             (tmp_path / each).write_bytes(data if each == name else whole[each])
         try:
-            options = PretrainOptions(8, 250, 1234, tmp_path / f"index {case}")
+            options = PretrainOptions(run.data, run.model, None, 1234, tmp_path / f"index {case}")
             source = load_training([str(prefix)], None, options, lambda one_pass: 12)
             samples = [source[index] for index in range(len(source))]
         except DataError:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -11,8 +12,8 @@ from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from tokenizers import normalizers
 
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.data.formats.turns import PLAIN
 from patch.data.rendering.chat import ChatRenderer
-from patch.data.rendering.spans import RenderOptions
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
@@ -91,7 +92,7 @@ def test_answer_that_is_a_special_token_alone_is_blamed_and_not_the_template() -
     tokenizer = tiny_tokenizer(template=MARKED)
     row = chat([QUESTION, {"role": "assistant", "content": "<|eot_id|>"}])
     with pytest.raises(DataError, match="message 2: the answer is a special token and no words") as told:
-        ChatRenderer(tokenizer, RenderOptions(allow_special_tokens=True)).render(row)
+        ChatRenderer(tokenizer, replace(PLAIN, allow_special_tokens=True)).render(row)
     assert told.value.field == "allow_special_tokens"
 
 

@@ -3,14 +3,14 @@
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from llama3_tokenizer import tiny_tokenizer
 
-from patch.data.rendering.spans import RenderOptions
-from patch.data.sft.options import SftOptions
+from patch.data.formats.turns import PLAIN
 from patch.data.sft.source import SftSource, load_sft
 from patch.data.sft.truncation import Headers, Tokens, cut
 from patch.errors import DataError
@@ -83,8 +83,8 @@ def write_rows(folder: Path, conversations: list[list[str]]) -> Path:
 
 
 def load(path: Path, length: int, rule: str, **others) -> SftSource:
-    options = SftOptions(long_samples=rule, max_dropped_share=1.0, **others)
-    return load_sft(path, tiny_tokenizer(), length, options)
+    data = replace(PLAIN, long_samples=rule, max_dropped_share=1.0, **others)
+    return load_sft(path, tiny_tokenizer(), length, data)
 
 
 def texts(source: SftSource) -> list[str]:
@@ -130,9 +130,9 @@ def test_rules_on_conversations_and_what_they_cost(tmp_path: Path, logged: list[
 
 def test_too_many_drops_end_the_run_with_the_flag_that_allows_them(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [["hello", "yes"]] * 8 + [["hello", ""], ["hello", "no " * 30]])
-    load_sft(path, tiny_tokenizer(), 20, SftOptions(long_samples="drop", max_dropped_share=0.2))
+    load_sft(path, tiny_tokenizer(), 20, replace(PLAIN, long_samples="drop", max_dropped_share=0.2))
     with pytest.raises(DataError) as caught:
-        load_sft(path, tiny_tokenizer(), 20, SftOptions(long_samples="drop", max_dropped_share=0.19))
+        load_sft(path, tiny_tokenizer(), 20, replace(PLAIN, long_samples="drop", max_dropped_share=0.19))
     assert caught.value.field == "max_dropped_share" and caught.value.exit_code == 3
     assert str(caught.value).startswith(
         f"{path}: 2 of 10 rows (20.0%) are dropped: 1 nothing to learn: line 9; 1 over 20 tokens: line 10; "
@@ -143,19 +143,19 @@ def test_answers_beyond_the_length_name_the_length_that_keeps_them(tmp_path: Pat
     chats = [["hello " * 30, "yes"], ["hello " * 50, "yes"], ["hello", "yes"]]
     path = write_rows(tmp_path, chats)
     with pytest.raises(DataError, match="2 nothing to learn in the 20 tokens that are kept") as caught:
-        load_sft(path, tiny_tokenizer(), 20, SftOptions())
+        load_sft(path, tiny_tokenizer(), 20)
     said = re.search(
         r"raise --max-padding-length \(position 8 PAD_LEN\) .* to (\d+), or --long-samples split, or allow",
         str(caught.value),
     )
     assert said is not None
     longest = int(said[1])
-    everything = load_sft(path, tiny_tokenizer(), 1000, SftOptions())
+    everything = load_sft(path, tiny_tokenizer(), 1000)
     assert longest == max(everything.sizes)
-    load_sft(path, tiny_tokenizer(), longest, SftOptions(max_dropped_share=0.0))
+    load_sft(path, tiny_tokenizer(), longest, replace(PLAIN, max_dropped_share=0.0))
     path = write_rows(tmp_path, [["hello", ""], ["hello", "yes"]])
     with pytest.raises(DataError, match="correct the rows, or allow more"):
-        load_sft(path, tiny_tokenizer(), 20, SftOptions())
+        load_sft(path, tiny_tokenizer(), 20)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -186,7 +186,7 @@ def test_long_texts_give_the_samples_that_encoding_all_of_them_gives(
 
 def test_last_turn_alone_is_learned_and_kept(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [["hello", "yes", "hello", "no"]])
-    source = load(path, 20, "cut-begin", render=RenderOptions(train_on="last"))
+    source = load(path, 20, "cut-begin", train_on="last")
     assert texts(source) == ["<|begin_of_text|>" + turn("hello", "no")], "no half of the first turn"
     rows = [{"messages": [
         {"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes", "weight": 0},

@@ -5,6 +5,7 @@ That tokens are TRL's: tests/unit/training/test_preference.py.
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,21 @@ from patch.config.choices import RowKind
 from patch.config.schema import DataConfig
 from patch.data import collate
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.data.formats.turns import PLAIN
 from patch.data.packing import PairSource, UnpairedSource, mismatched
 from patch.data.preview.preview import Preview
 from patch.data.preview.tokens import terminal
-from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource, load_sft
 from patch.errors import DataError
 
 TOKENIZER = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
 
 
-def load(folder: Path, rows: list[dict[str, Any]], length: int, **own: Any) -> SftSource:
+def load(
+    folder: Path, rows: list[dict[str, Any]], length: int, row_kind: RowKind = "pair", **own: Any
+) -> SftSource:
     (folder / "rows.json").write_text(json.dumps(rows))
-    return load_sft(folder / "rows.json", TOKENIZER, length, SftOptions(**{"row_kind": "pair"} | own))
+    return load_sft(folder / "rows.json", TOKENIZER, length, replace(PLAIN, **own), row_kind)
 
 
 def plain(*sizes: int) -> dict[str, Any]:

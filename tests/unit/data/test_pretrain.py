@@ -10,6 +10,7 @@ import pytest
 from distributed_runner import run_distributed
 from indexed_sets import consecutive, write_set
 from refusals import Payload
+from small_runs import small_run
 
 from patch.data.pretraining.dataset import PretrainSource, load_training, load_validation
 from patch.data.pretraining.run_sets import PretrainOptions
@@ -19,7 +20,8 @@ LENGTH = 8
 
 
 def load(prefix: Path, is_train: bool = True) -> PretrainSource:
-    options = PretrainOptions(LENGTH, vocab_size=250, seed=1234, cache=prefix.parent / "out" / "data_index")
+    run = small_run(seq_length=LENGTH, vocab_size=250)
+    options = PretrainOptions(run.data, run.model, None, 1234, prefix.parent / "out" / "data_index")
     if not is_train:
         return load_validation(str(prefix), options)
     return load_training([str(prefix)], None, options, lambda one_pass: 12)

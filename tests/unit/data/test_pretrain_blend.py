@@ -37,8 +37,9 @@ def prefixes(tmp_path: Path) -> list[str]:
 
 
 def options(folder: Path, **changes: Any) -> PretrainOptions:
-    values = dict(sequence_length=LENGTH, vocab_size=ROWS, seed=SEED, cache=folder / "index")
-    return PretrainOptions(**(values | changes))
+    tokenizer = changes.pop("tokenizer", None)
+    run = small_run(**({"seq_length": LENGTH, "vocab_size": ROWS} | changes))
+    return PretrainOptions(run.data, run.model, tokenizer, SEED, folder / "index")
 
 
 class UpstreamTokenizer:
@@ -234,10 +235,8 @@ def test_run_names_its_sets(tmp_path: Path, prefixes: list[str], logged: list[st
         )
         named = [config.data.train_data_path, config.data.valid_data_path]
         train, valid = (() if text is None else parse_data(text) for text in named)
-        return load_run_sets(
-            config.data, config.model, tokenizer, train=train, valid=valid,
-            num_train_samples=lambda one_pass: 2 * one_pass, seed=SEED, index_folder=tmp_path / "index",
-        )  # fmt: skip
+        options = PretrainOptions(config.data, config.model, tokenizer, SEED, tmp_path / "index")
+        return load_run_sets(options, train, valid, lambda one_pass: 2 * one_pass)
 
     first, second, third = prefixes
     train, found = sets(train_data_path=f"0.7 {first} 0.3 {second}", valid_data_path=f"{second} {third}")

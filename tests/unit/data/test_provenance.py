@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from llama3_tokenizer import SPECIAL_TOKENS, build_tiny_tokenizer, tiny_tokenizer
+from small_runs import small_run
 from transformers import PreTrainedTokenizerBase
 
 import patch
@@ -29,7 +30,8 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def load(prefix: Path, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> PretrainSource:
-    options = PretrainOptions(8, 500, 1, prefix.parent / "index", tokenizer=tokenizer, **changes)
+    run = small_run(seq_length=8, vocab_size=500, **changes)
+    options = PretrainOptions(run.data, run.model, tokenizer, 1, prefix.parent / "index")
     load_validation(str(prefix), options)
     return load_training([str(prefix)], None, options, lambda one_pass: one_pass)
 

@@ -1,6 +1,7 @@
 """Samples of raw JSON against hand-written ids, and against transformers' own assistant masks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.formats.keys import columns_in
-from patch.data.formats.turns import FormatOptions
-from patch.data.sft.options import SftOptions
+from patch.data.formats.turns import PLAIN
 from patch.data.sft.source import load_sft
 from patch.errors import DataError
 
@@ -116,13 +116,12 @@ def test_masks_equal_transformers_on_several_turns(tmp_path: Path) -> None:
 def test_columns_that_no_row_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**alpaca("hello", "world"), "topic": "x"}, {"messages": [{"role": "user", "content": "hello"}]}]
     columns = {"output": "answre", "system": "topic", "content": "text", "role": "role"}
-    misspelled = FormatOptions({"output": "answre"})
-    options = SftOptions(misspelled, max_dropped_share=1.0, cache_dir=tmp_path / "cache")
+    data = replace(PLAIN, columns="output=answre", max_dropped_share=1.0)
     path = write_rows(tmp_path, rows)
     said = "no row has the key answre of --columns output=answre; rows were read by their usual keys"
     for _ in ("tokenized", "from the cache"):
         caplog.clear()
-        load_sft(path, tiny_tokenizer(), 16, options)
+        load_sft(path, tiny_tokenizer(), 16, data, cache_dir=tmp_path / "cache")
         assert [line for line in caplog.messages if "no row has" in line] == [f"{path}: {said}"]
     assert columns_in(rows[0], columns) == {"system"}
     assert columns_in(rows[1], columns) == {"role"}

@@ -3,6 +3,7 @@
 The learned tokens of each family are in answers.txt.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from llama3_tokenizer import tiny_tokenizer
 from tokenizer_zoo import qwen_tokenizer
 
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.formats.turns import Text
+from patch.data.formats.turns import PLAIN, Text
 from patch.data.rendering.chat import ChatRenderer
-from patch.data.rendering.spans import RenderOptions, Span, SpanEncoder, unmarked
+from patch.data.rendering.spans import Span, SpanEncoder, unmarked
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import ConfigError, DataError
 
 FAMILIES = ("LLAMA2", "MISTRAL", "LLAMA31", "QWEN25", "QWEN3")
-LAST = RenderOptions(train_on="last")
+LAST = replace(PLAIN, train_on="last")
 TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "get", "arguments": {"city": "a"}}}
 WITH_TOOLS = [

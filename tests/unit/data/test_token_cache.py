@@ -16,11 +16,10 @@ from kills import killer_at
 from llama3_tokenizer import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from patch.data.formats.turns import FormatOptions
+from patch.data.formats.turns import PLAIN
 from patch.data.readers import rows as sets
-from patch.data.rendering.spans import RenderOptions
 from patch.data.sft.cache import TokenWriter
-from patch.data.sft.options import SftOptions, user_cache
+from patch.data.sft.options import user_cache
 from patch.data.sft.source import SftSource, load_sft
 from patch.errors import DataError
 
@@ -50,7 +49,7 @@ def plain(rows: Path) -> SftSource:
 
 
 def load(path: Path, cache: Path | None, **options) -> SftSource:
-    return load_sft(path, the_tokenizer(), LENGTH, SftOptions(cache_dir=cache, **options))
+    return load_sft(path, the_tokenizer(), LENGTH, replace(PLAIN, **options), cache_dir=cache)
 
 
 def assert_same(source: SftSource, other: SftSource) -> None:
@@ -74,7 +73,7 @@ def leftovers(cache: Path) -> list[Path]:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_set_is_the_same_without_cache_made_and_read_again(rows: Path, tmp_path: Path, workers: int) -> None:
     plain = load(rows, None)
-    made = load(rows, tmp_path, num_workers=workers)
+    made = load(rows, tmp_path, data_workers=workers)
     assert_same(plain, made)
     (entry,) = entries(tmp_path)
     before = {file.name: file.stat().st_mtime_ns for file in entry.iterdir()}
@@ -89,7 +88,7 @@ def test_entry_serves_equal_rows_in_another_file(rows: Path, tmp_path: Path, mon
     cache, copy = tmp_path / "cache", write_rows(tmp_path / "copy.json")
     load(rows, cache)
     monkeypatch.setattr("patch.data.readers.rows.read_rows", lambda path: pytest.fail("the rows are read"))
-    load(copy, cache, num_workers=2, max_dropped_share=0.9)
+    load(copy, cache, data_workers=2, max_dropped_share=0.9)
     with pytest.raises(DataError, match="are dropped"):
         load(rows, cache, max_dropped_share=0.01)
     assert len(entries(cache)) == 1
@@ -99,7 +98,7 @@ def test_entry_serves_equal_rows_in_another_file(rows: Path, tmp_path: Path, mon
 def test_whatever_decides_the_tokens_makes_another_entry(rows: Path, tmp_path: Path, monkeypatch) -> None:
     """Against the same without a cache: a value that the key lacks would give the tokens of another."""
     cache = tmp_path / "cache"
-    base = SftOptions(max_dropped_share=1.0)
+    base = replace(PLAIN, max_dropped_share=1.0)
     other_template = tiny_tokenizer()
     other_template.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '<|eot_id|>' }}{% endfor %}"
@@ -113,15 +112,15 @@ def test_whatever_decides_the_tokens_makes_another_entry(rows: Path, tmp_path: P
         (rows, tiny_tokenizer(), LENGTH - 1, base),
         (rows, tiny_tokenizer(), LENGTH, replace(base, long_samples="drop")),
         (rows, tiny_tokenizer(), LENGTH, replace(base, long_samples="split")),
-        (rows, tiny_tokenizer(), LENGTH, replace(base, render=RenderOptions(train_on="last"))),
-        (rows, tiny_tokenizer(), LENGTH, replace(base, render=RenderOptions(allow_special_tokens=True))),
-        (rows, tiny_tokenizer(), LENGTH, replace(base, format=FormatOptions(alpaca_input_join="empty"))),
+        (rows, tiny_tokenizer(), LENGTH, replace(base, train_on="last")),
+        (rows, tiny_tokenizer(), LENGTH, replace(base, allow_special_tokens=True)),
+        (rows, tiny_tokenizer(), LENGTH, replace(base, alpaca_input_join="empty")),
         (rows, tiny_tokenizer(pattern=r"\S+|\s+"), LENGTH, base),
         (rows, other_template, LENGTH, base),
         (rows, more_special, LENGTH, base),
     ]
     for number, (path, tokenizer, length, options) in enumerate(cases, start=1):
-        cached = load_sft(path, tokenizer, length, replace(options, cache_dir=cache))
+        cached = load_sft(path, tokenizer, length, options, cache_dir=cache)
         assert_same(load_sft(path, tokenizer, length, options), cached)
         assert len(entries(cache)) == number
     monkeypatch.setattr("patch.data.sft.options.TOKEN_RULES", 0)
@@ -223,7 +222,7 @@ def load_until(moment: int, path: Path, cache: Path) -> None:
     os.fsync = killed_at(os.fsync)
     for name in ("rename", "replace", "mkdir", "unlink", "write_text"):
         setattr(Path, name, killed_at(getattr(Path, name)))
-    load(path, cache, num_workers=2)
+    load(path, cache, data_workers=2)
 
 
 @pytest.mark.long
@@ -295,7 +294,7 @@ def test_folder_of_many_files_is_one_set_and_names_its_rows(tmp_path: Path, logg
     write_rows(tmp_path / "rows" / "a.jsonl", 21)
     source = load(tmp_path / "rows", tmp_path / "cache")
     assert any("dropped: nothing to learn: a.jsonl: line 1, a.jsonl: line 21, b.j" in each for each in logged)
-    assert_same(source, load(tmp_path / "rows", None, num_workers=3))
+    assert_same(source, load(tmp_path / "rows", None, data_workers=3))
     (tmp_path / "rows" / "a.jsonl").rename(tmp_path / "rows" / "c.jsonl")
     assert_same(load(tmp_path / "rows", tmp_path / "cache"), load(tmp_path / "rows", None))
 

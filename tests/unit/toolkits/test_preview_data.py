@@ -1,6 +1,7 @@
 """preview_data: figures counted by hand, the tokens of rows, exit codes, hostile rows."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from indexed_sets import write_set
 from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 
 from patch.data import load_sft, load_tokenizer
-from patch.data.sft.options import SftOptions
+from patch.data.formats.turns import PLAIN
 from toolkits.preprocess_pretrain import main as preprocess
 from toolkits.preview_data import main
 
@@ -83,7 +84,7 @@ def test_rows_are_shown_with_what_became_of_them(seen):
 
 def test_shown_tokens_are_those_that_a_run_learns(seen, tokenizer):
     values, rows = seen
-    source = load_sft(rows, load_tokenizer(str(tokenizer)), LENGTH, SftOptions(max_dropped_share=1.0))
+    source = load_sft(rows, load_tokenizer(str(tokenizer)), LENGTH, replace(PLAIN, max_dropped_share=1.0))
     shown = [sample for row in values["rows"] for sample in row["samples"]]
     assert len(shown) == len(source)
     for index, sample in enumerate(shown):

@@ -26,7 +26,6 @@ from patch import compat
 from patch.config.schema import RunConfig
 from patch.data import load_sft, load_tokenizer
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
-from patch.data.sft.options import SftOptions
 from patch.device import MachineFacts
 from patch.distributed.collectives import from_rank_0, max_over_world
 from patch.distributed.groups import initialize
@@ -177,7 +176,7 @@ def found(folder: Path) -> dict[str, Any]:
 @functools.cache
 def expected_of(folder: Path, top_k: int, temperature: float) -> list[Record]:
     """By transformers' models, one conversation after the other, and torch's kl_div."""
-    source = load_sft(folder / "rows.json", load_tokenizer(str(folder / "student")), LENGTH, SftOptions())
+    source = load_sft(folder / "rows.json", load_tokenizer(str(folder / "student")), LENGTH)
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32).eval()
     pairs = [tuple(map(torch.tensor, map(np.array, source.conversation(n)))) for n in range(len(source))]
     rows = [(ids[None, :-1].long(), ids[1:].long()[learned[1:]], learned[1:]) for ids, learned in pairs]

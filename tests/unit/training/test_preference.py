@@ -27,7 +27,6 @@ from patch.convert import export_adapter
 from patch.data import load_sft, load_tokenizer
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.packing import PairSource
-from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource
 from patch.distributed.groups import initialize
 from patch.errors import CheckpointError
@@ -180,7 +179,7 @@ def config_of(folder: Path, name: str, **changes: Any) -> RunConfig:
 
 def load(folder: Path, form: str, row_kind: RowKind = "pair") -> SftSource:
     tokenizer = load_tokenizer(str(folder))
-    return load_sft(folder / f"{form}.json", tokenizer, LENGTH, SftOptions(row_kind=row_kind))
+    return load_sft(folder / f"{form}.json", tokenizer, LENGTH, row_kind=row_kind)
 
 
 def train(config: RunConfig) -> list[Record]:
