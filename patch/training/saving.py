@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import Save, start_save
+from patch.checkpoint.save import Save
 from patch.checkpoint.sharded_tensors import bytes_to_write, shards_of
 from patch.convert.live_adapters import export_adapter
 from patch.device import usable_memory
@@ -83,7 +83,7 @@ class CheckpointSaver:
             if not _have_room(bytes_to_write(copied)):
                 self._copies = None
         copies = None if is_end else self._copies
-        self.pending = start_save(checkpoint_root(run.config), iteration, state, common, copies)
+        self.pending = Save(checkpoint_root(run.config), iteration, state, common, copies)
         run.phases.writing = self.pending.progress
         if run.config.adapter.is_on:
             write_adapters(run, iteration)
