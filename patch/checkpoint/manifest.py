@@ -66,14 +66,13 @@ def damage(folder: AnyPath) -> str | None:
         return f"{missing} is missing: the checkpoint was not written to its end, or by another program"
     if not isinstance(files, dict):
         return files
-    is_job = dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_job else (0, 1)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     names = [name for name in sorted(files) if _writer(name) % world_size == rank]
     with fail_together(f"{folder} cannot be verified", CheckpointError):
         with ThreadPoolExecutor(_NUM_THREADS, initializer=device_setter()) as pool:
             differences = list(pool.map(lambda name: difference(folder / name, files[name]), names))
     complaint = next(filter(None, differences), None)
-    return next(filter(None, all_gather_object(complaint) if is_job else [complaint]), None)
+    return next(filter(None, all_gather_object(complaint)), None)
 
 
 def _writer(name: str) -> int:

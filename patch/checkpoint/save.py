@@ -67,26 +67,12 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed.
     """
-    start_save(root, iteration, sharded_state, common).finish()
+    Save(root, iteration, sharded_state, common).finish()
 
 
-def start_save(
-    root: AnyPath,
-    iteration: int,
-    sharded_state: dict[str, Any],
-    common: dict[str, Any],
-    host_copies: HostCopies | None = None,
-) -> Save:
-    """Plan a checkpoint and start to write it; a collective with the arguments of `save_checkpoint`.
-
-    Args:
-        host_copies: the buffer for background copies of this rank's part. The state may be changed after
-            `Save.wait_for_copies`; without copies, only after `Save.finish`.
-    Raises:
-        CheckpointError: on all ranks, if any rank could not begin.
-    """
+def _plan(target: AnyPath, sharded_state: dict[str, Any], common: dict[str, Any]) -> SavePlanner:
+    """Create the temporary folder, and plan which rank writes what; a collective."""
     assert not set(common) & set(sharded_state), "common keys and section names share one dict"
-    target = iteration_folder(root, iteration)
     planner = SavePlanner()
     with _discarding(target):
         with fail_together(f"checkpoint {target} was not started", CheckpointError):
@@ -103,22 +89,32 @@ def start_save(
             planner.split({**copied(sharded_state), **common})
         with fail_together(_failure(target), CheckpointError):
             planner.plan()
-    return Save(target, iteration, planner, host_copies)
+    return planner
 
 
 class Save:
-    """A checkpoint that is being written. All ranks call its collective methods at the same points."""
+    """A checkpoint that is being written. All ranks call its collective methods at the same points.
+
+    Its creation plans the checkpoint and starts to write it: a collective with the arguments of
+    `save_checkpoint`.
+
+    Args:
+        host_copies: the buffer for background copies of this rank's part. The state may be changed after
+            `wait_for_copies`; without copies, only after `finish`.
+    Raises:
+        CheckpointError: on all ranks, if any rank could not begin.
+    """
 
     def __init__(
         self,
-        target: AnyPath,
+        root: AnyPath,
         iteration: int,
-        planner: SavePlanner,
-        host_copies: HostCopies | None,
+        sharded_state: dict[str, Any],
+        common: dict[str, Any],
+        host_copies: HostCopies | None = None,
     ) -> None:
-        self.iteration = iteration
-        self._target = target
-        self._planner = planner
+        self.iteration, self._target = iteration, iteration_folder(root, iteration)
+        planner = self._planner = _plan(self._target, sharded_state, common)
         self._written: WrittenFiles | None = None
         self._is_publishing = False
         self._files: list[SummedFile] = []

@@ -34,6 +34,10 @@ class _Fix(NamedTuple):
     field: str | None = None
     """The configuration field to change."""
 
+    def error(self, what: str) -> CheckpointError:
+        """Return the error that says what does not fit, and the advice."""
+        return CheckpointError(f"{what}; {self.advice}", field=self.field)
+
 
 _SAME_LAYOUT = _Fix("resume with the TP, PP and number of processes that the checkpoint was saved with")
 _SAME_MODEL = _Fix(
@@ -170,16 +174,12 @@ def _check_names(folder: AnyPath, stored: set[str], requested: set[str]) -> None
     missing = sorted(requested - stored)
     if missing:
         hint = nearest(missing[0], sorted(stored))
-        fix = _fix_for(missing)
-        raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}; {fix.advice}", field=fix.field)
+        raise _fix_for(missing).error(f"{folder} lacks {_listed(missing)}{hint}")
     sections = {_section(key) for key in requested}
     unexpected = sorted(key for key in stored - requested if _section(key) in sections)
     if unexpected:
-        fix = _fix_for(unexpected)
-        raise CheckpointError(
-            f"{folder} holds {_listed(unexpected)}, which this run does not have; {fix.advice}",
-            field=fix.field,
-        )
+        what = f"{folder} holds {_listed(unexpected)}, which this run does not have"
+        raise _fix_for(unexpected).error(what)
 
 
 def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object, weights: WeightsOnly | None) -> None:
@@ -188,18 +188,12 @@ def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object, weights
     got, expected = tuple(stored.size), tuple(shard.global_shape)
     is_padded = weights is not None and shard.allow_shape_mismatch and got[0] >= weights.vocab_size
     if got != expected and not (is_padded and got[1:] == expected[1:]):
-        fix = _SECTION_FIXES[_section(shard.key)]
-        raise CheckpointError(
-            f"{folder}: {shard.key} has shape {got}, this run expects {expected}; {fix.advice}",
-            field=fix.field,
-        )
+        what = f"{folder}: {shard.key} has shape {got}, this run expects {expected}"
+        raise _SECTION_FIXES[_section(shard.key)].error(what)
     if weights is None and stored.properties.dtype != shard.dtype:
         fix = _SAME_MOMENTS if ".exp_avg" in shard.key else _SAME_PRECISION
-        raise CheckpointError(
-            f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}; "
-            + fix.advice,
-            field=fix.field,
-        )
+        what = f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}"
+        raise fix.error(what)
 
 
 def _fix_for(keys: list[str]) -> _Fix:

@@ -71,6 +71,7 @@ class Piece(NamedTuple):
 
 
 class _StoredPiece(NamedTuple):
+    key: str
     box: Box
     place: StorageInfo
 
@@ -143,21 +144,16 @@ class TorchDistReader:
         """
         parts = []
         for key, box, target in targets:
-            stored = [
-                (piece, common)
-                for piece in self._stored.get(key, ())
-                if (common := intersection(box, piece.box))
-            ]
+            pieces = self._stored.get(key, ())
+            stored = [(piece, common) for piece in pieces if (common := intersection(box, piece.box))]
             shape = self.tensors[key].shape
             wanted = intersection(box, Box((0,) * len(shape), shape))
             if wanted and math.prod(wanted.sizes) > sum(math.prod(common.sizes) for _, common in stored):
                 raise CheckpointError(f"{self.folder}: the pieces of {key} do not cover it at {box.offsets}")
-            parts += [
-                (piece, key, common, target[_slices(_relative(common, box), common.sizes)])
-                for piece, common in stored
-            ]
-        for piece, key, common, target in sorted(parts, key=lambda part: _position(part[0])):
-            self._read_part(key, piece, common, target)
+            parts += [(piece, common, target[_slices(common, box.offsets)]) for piece, common in stored]
+        for piece, part, target in sorted(parts, key=lambda each: _position(each[0])):
+            for window, values in self._values(piece, part):
+                target[_slices(window, part.offsets)].copy_(values)
 
     def read_object(self, key: str) -> Any:
         """Return the value of an opaque object.
@@ -177,40 +173,34 @@ class TorchDistReader:
         Raises:
             CheckpointError: values cannot be read; the message names the file and the tensor.
         """
-        stored_pieces = [(key, stored) for key in keys for stored in self._stored.get(key, ())]
-        for key, stored in sorted(stored_pieces, key=lambda item: _position(item[1])):
-            dtype = self.tensors[key].dtype
-            for window in windows(stored.box, WINDOW_BYTES // dtype.itemsize):
-                yield Piece(key, window.offsets, self._window(key, stored, window))
+        stored = [piece for key in keys for piece in self._stored.get(key, ())]
+        for piece in sorted(stored, key=_position):
+            for window, values in self._values(piece, piece.box):
+                yield Piece(piece.key, window.offsets, values)
 
-    def _read_part(self, key: str, stored: _StoredPiece, part: Box, target: torch.Tensor) -> None:
-        """Read a part of a stored piece, converted to the target's dtype."""
-        for window in windows(part, WINDOW_BYTES // self.tensors[key].dtype.itemsize):
-            where = _slices(_relative(window, part), window.sizes)
-            target[where].copy_(self._window(key, stored, window))
-
-    def _window(self, key: str, stored: _StoredPiece, window: Box) -> torch.Tensor:
-        path, position = self.folder / stored.place.relative_path, _position(stored)
-        dtype = self.tensors[key].dtype
-        if key != self._last_key:
-            self._records, self._last_key = {}, key
-        if position not in self._records:
-            with _reading_errors(path, key, stored.place):
-                self._records[position] = self._record(path, stored, dtype)
-        values = self._records[position][_slices(_relative(window, stored.box), window.sizes)]
-        copied = np.array(values)
-        self._num_bytes += copied.nbytes
-        if self._num_bytes > _KEPT_BYTES:
-            self._num_bytes = 0
-            for mapped in self._mapped.values():
-                mapped.madvise(mmap.MADV_DONTNEED)
-        return torch.from_numpy(copied).view(-1).view(dtype).view(window.sizes)
+    def _values(self, piece: _StoredPiece, part: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield the windows of a part of a stored piece, each with a copy of its values."""
+        (key, box, place), dtype = piece, self.tensors[piece.key].dtype
+        path, position = self.folder / place.relative_path, _position(piece)
+        for window in windows(part, WINDOW_BYTES // dtype.itemsize):
+            if key != self._last_key:
+                self._records, self._last_key = {}, key
+            if position not in self._records:
+                with _reading_errors(path, key, place):
+                    self._records[position] = self._record(path, piece, dtype)
+            copied = np.array(self._records[position][_slices(window, box.offsets)])
+            self._num_bytes += copied.nbytes
+            if self._num_bytes > _KEPT_BYTES:
+                self._num_bytes = 0
+                for mapped in self._mapped.values():
+                    mapped.madvise(mmap.MADV_DONTNEED)
+            yield window, torch.from_numpy(copied).view(-1).view(dtype).view(window.sizes)
 
     def _record(self, path: AnyPath, stored: _StoredPiece, dtype: torch.dtype) -> np.ndarray:
         """Return a stored piece as bytes [*shape, itemsize], mapped if the file is on disk.
         The device `meta` reads no values since torch 2.11 (pytorch pull request 170619).
         """
-        box, place = stored
+        _, box, place = stored
         found = _load_record(path, place, "meta" if isinstance(path, Path) else "cpu")
         if not isinstance(found, torch.Tensor):
             raise ValueError(f"it is a {type(found).__name__}, its index says {dtype}")
@@ -276,7 +266,7 @@ class LegacyReader:
 
     def read(self, key: str, box: Box) -> torch.Tensor:
         """Return a part of a tensor, mapped from its file."""
-        return self._values[key][_slices(*box)]
+        return self._values[key][_slices(box, (0,) * len(box.offsets))]
 
     def pieces(self, keys: set[str]) -> Iterator[Piece]:
         """Yield these tensors whole; a piece is valid until the next piece is read."""
@@ -357,7 +347,7 @@ def _stored_pieces(
             place = places.get((key, box.offsets))
             if place is None:
                 raise CheckpointError(f"{folder / METADATA_FILE} names no file for {key} at {box.offsets}")
-            pieces.setdefault(key, []).append(_StoredPiece(box, place))
+            pieces.setdefault(key, []).append(_StoredPiece(key, box, place))
     return pieces
 
 
@@ -365,12 +355,10 @@ def _position(stored: _StoredPiece) -> tuple[str, int]:
     return stored.place.relative_path, stored.place.offset
 
 
-def _relative(part: Box, whole: Box) -> list[int]:
-    return [begin - origin for begin, origin in zip(part.offsets, whole.offsets, strict=True)]
-
-
-def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+def _slices(part: Box, origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return where a part is in a tensor whose first element has the index `origin`."""
+    places = zip(part.offsets, part.sizes, origin, strict=True)
+    return tuple(slice(begin - first, begin - first + size) for begin, size, first in places)
 
 
 def _load_dict(path: AnyPath, place: StorageInfo | None = None) -> dict[str, Any]:

@@ -222,13 +222,12 @@ def start_all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.Pro
     return CommHandle([dist.all_to_all_single(received, sent, group=group, async_op=True)])
 
 
-def start_swap(
-    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, *, target: int, source: int
-) -> CommHandle:
-    """Send `sent` to group rank `target`, and receive `received` from group rank `source`.
+def start_swap(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, step: int) -> CommHandle:
+    """Send to the rank `step` places after this rank in the group's ring, and receive from `step` before.
 
     Both tensors are contiguous; `sent` must not change before `wait`. All ranks call this in the same order.
     """
+    target, source = ((group.rank() + places) % group.size() for places in (step, -step))
     # In one batch, because otherwise NCCL would send before it receives on all ranks, and deadlock.
     works = dist.batch_isend_irecv(
         [

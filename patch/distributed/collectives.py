@@ -46,10 +46,6 @@ def all_or_none() -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - the other ranks must learn of any error
         failure = error
-    if not dist.is_initialized():
-        if failure is not None:
-            raise failure
-        return
     # Only our own classes are sent, because every rank can import them. pickle refuses a class that a library
     # creates at run time: this rank would then fail before the collective, and the other ranks would wait.
     kind = type(failure) if isinstance(failure, PatchError) else PatchError
@@ -98,7 +94,11 @@ def from_rank_0(find: Callable[[], _Value]) -> _Value:
 
 
 def all_gather_object(value: _Value) -> list[_Value]:
-    """Gather the values of all ranks in rank order, by torch's collective of this name, over the job."""
+    """Gather the values of all ranks in rank order, by torch's collective of this name, over the job.
+    Without a job, return [value].
+    """
+    if not dist.is_initialized():
+        return [value]
     per_rank = [value] * dist.get_world_size()
     dist.all_gather_object(per_rank, value)
     return per_rank

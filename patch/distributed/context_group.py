@@ -103,11 +103,8 @@ class ContextGroup:
         `is_reverse` swaps directions. All ranks call this in the same order. `tensor` must not change before
         `wait` returns.
         """
-        rank, size = self.zigzag
-        distance = -1 if is_reverse else 1
         received = torch.empty_like(tensor)
-        target, source = (rank + distance) % size, (rank - distance) % size
-        pending = start_swap(tensor, received, self._group, target=target, source=source)
+        pending = start_swap(tensor, received, self._group, -1 if is_reverse else 1)
         return Shift(tensor, received, pending)
 
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,7 @@ class TensorGroup:
 
     def start_swap(self, step: int, sent: torch.Tensor, received: torch.Tensor) -> CommHandle:
         """Send to the rank `step` places after this rank, and receive from the rank `step` places before."""
-        target, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-        return self._started(start_swap(sent, received, self.group, target=target, source=source))
+        return self._started(start_swap(sent, received, self.group, step))
 
     def start_all_reduce(self, buffer: torch.Tensor) -> CommHandle:
         """All-reduce a tensor in place."""
@@ -107,9 +106,8 @@ class RingAllGather:
 
     def wait(self) -> torch.Tensor:
         """Wait for all rows and return them, [TP * R, N]."""
-        while self._in_flight:
-            self._in_flight.popleft()[1].wait()
-            self._start_next()
+        for _ in self.pieces():
+            pass
         return self._buffer
 
 

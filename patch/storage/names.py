@@ -27,11 +27,9 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import overload
 
 from patch.errors import CheckpointError, DataError
-from patch.storage.places import AnyPath, any_path, subfolders
-from patch.storage.remote import RemotePath
+from patch.storage.places import AnyPath, subfolders
 from patch.storage.text_files import read_json, read_small
 from patch.text import to_int
 
@@ -115,15 +113,8 @@ def iteration_of(folder: AnyPath) -> int | None:
     return int(match[1]) if match else None
 
 
-@overload
-def find_checkpoint_root(folder: Path) -> Path: ...
-@overload
-def find_checkpoint_root(folder: RemotePath) -> RemotePath: ...
-@overload
-def find_checkpoint_root(folder: str) -> AnyPath: ...
-def find_checkpoint_root(folder: str | AnyPath) -> AnyPath:
+def find_checkpoint_root(folder: AnyPath) -> AnyPath:
     """Return the folder of a run's checkpoints: `folder`/checkpoint if that exists, else `folder` itself."""
-    folder = any_path(folder) if isinstance(folder, str) else folder
     checkpoints = folder / CHECKPOINT_FOLDER
     return checkpoints if checkpoints.is_dir() else folder
 

@@ -19,7 +19,7 @@ from patch.progress import LineTimer
 from patch.training.guards.phases import Phase
 from patch.training.state_placement import OomRetry
 from patch.training.step import Report, run_schedule
-from patch.training.step_data import read_batches
+from patch.training.step_data import raise_on_all_ranks, read_batches
 
 if TYPE_CHECKING:
     from patch.training.setup import Run
@@ -63,13 +63,7 @@ def evaluate(run: Run) -> dict[str, float]:
             _sums_over_set(run, f"the validation set {name}", reader)
             for name, reader in run.data.valid_readers.items()
         ]
-    sums = max_over_world([total for totals, _ in found for total in totals], run.device)
-    size = len(run.data.objective.reported)
-    of_sets = [sums[begin : begin + size] for begin in range(0, len(sums), size)]
-    return _record(run, of_sets, [count for _, count in found])
-
-
-def _record(run: Run, sums: list[list[float]], counts: list[float]) -> dict[str, float]:
+    sums, counts = zip(*found, strict=True)
     data, record = run.data, dict[str, float]()
     of_sets = [[total / max(count, 1.0) for total in own] for own, count in zip(sums, counts, strict=True)]
     if data.valid_weights is None:
@@ -87,17 +81,18 @@ def _record(run: Run, sums: list[list[float]], counts: list[float]) -> dict[str,
 
 
 def _sums_over_set(run: Run, name: str, reader: BatchReader) -> tuple[list[float], float]:
-    """Return the sums of the reported values over a set (-inf on stages before the last), and its count."""
+    """Return the sums of the reported values over a set, and its count; the same on all ranks."""
     names, count = run.data.objective.reported, 0.0
     totals = [0.0] * len(names)
     for batches, counted in global_batches(run, reader, name, run.config.data.eval_iters):
         run.data.objective.before_step(run, batches)
         reports = forward_only(run, batches)
+        # Stages before the last have no reports.
         own = [sum(each[name].item() for each in reports) if reports else -math.inf for name in names]
         sums = sum_over(run.groups.dp_cp, own, run.device)
         totals = [total + each for total, each in zip(totals, sums, strict=True)]
         count += counted
-    return totals, count
+    return max_over_world(totals, run.device), count
 
 
 def global_batches(
@@ -128,17 +123,17 @@ def _read_global_batch(run: Run, reader: StepReader, index: int, name: str) -> t
     Raises:
         DataError: on all ranks, with the `name` of the set, if any rank cannot read.
     """
-    reading = read_batches(reader, index)
-    of_batches = [run.data.objective.count(batch) for batch in reading.batches]
-    if reading.error is not None:
+    batches, error = read_batches(reader, index)
+    of_batches = [run.data.objective.count(batch) for batch in batches]
+    if error is not None:
         of_batches = [math.nan] * run.config.num_micro_batches
     of_batches = sum_over(run.groups.dp_cp, of_batches, run.device)
     counted = sum(of_batches)
-    reading.raise_on_all_ranks(counted, name, run.groups.dp_cp)
+    raise_on_all_ranks(error, counted, name, run.groups.dp_cp)
     if run.config.virtual_pipeline_size > 1:
-        return reading.batches, counted
+        return batches, counted
     num_needed = max((number for number, count in enumerate(of_batches, 1) if count), default=1)
-    return reading.batches[:num_needed], counted
+    return batches[:num_needed], counted
 
 
 def forward_only(run: Run, batches: list[Batch]) -> list[Report]:

@@ -34,7 +34,7 @@ from patch.checkpoint import (
 from patch.checkpoint.folder import NoWholeCheckpointError
 from patch.checkpoint.sharded_tensors import shards_of
 from patch.config import to_yaml
-from patch.config.schema import RANK_AXES, RunConfig
+from patch.config.schema import RANK_AXES
 from patch.distributed.collectives import all_gather_object, all_or_none, from_rank_0
 from patch.distributed.groups import seed_generators
 from patch.errors import CheckpointError
@@ -42,9 +42,8 @@ from patch.logger import get_logger
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
 from patch.model.nf4_product import independent_of_layout
 from patch.model.te_scales import restore_scales
-from patch.optimizer import OverlappedDistributedOptimizer
 from patch.storage.names import iteration_name
-from patch.storage.places import AnyPath
+from patch.storage.places import AnyPath, any_path
 
 if TYPE_CHECKING:
     from patch.training.setup import Run
@@ -98,28 +97,26 @@ def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
     Raises:
         CheckpointError: see `find_progress`.
     """
-    found: list[tuple[AnyPath, Progress]] = []
+    found: dict[AnyPath, Progress] = {}
     damaged: list[CheckpointError] = []
     for place in dict.fromkeys((root, disk)):
         try:
             if (progress := find_progress(place)) is not None:
-                found.append((place, progress))
+                found[place] = progress
         except NoWholeCheckpointError as error:
             damaged.append(error)
-    if not found:
-        if damaged:
-            raise damaged[0]
-        return root, None
+    if damaged and not found:
+        raise damaged[0]
     for fault in damaged:
         _logger.warning("%s", fault)
-    place, progress = max(found, key=lambda one: one[1].iteration)  # the store wins a tie
+    place = max(found, key=lambda place: found[place].iteration, default=root)  # the store wins a tie
     if place != root:
         _logger.warning(
             "RESUMING FROM THE DISK: the newest whole checkpoint is that of step %d in %s, not in %s, where "
             "the next ones are saved",
-            progress.iteration, place, root,
+            found[place].iteration, place, root,
         )  # fmt: skip
-    return place, progress
+    return place, found.get(place)
 
 
 def _value(root: AnyPath, iteration: int, common: dict[str, Any], name: str) -> Any:
@@ -142,9 +139,9 @@ def state_to_save(
     stages, optimizer = run.stages, run.optimizer
     common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": to_yaml(run.config)}
     if stages[0].is_adapted:
-        common[_BASE] = base_checksum(stages, optimizer)
+        common[_BASE] = base_checksum(run)
     with optimizer.meta_weights():
-        state = _sharded_state(stages, optimizer, weights_only=weights_only)
+        state = _sharded_state(run, weights_only=weights_only)
         for entry in nested_values(extract_sharded_tensors_and_factories(state["model"])[0]):
             entry.data = entry.data.detach()  # stays valid if the parameter's data is replaced
     if weights_only:
@@ -170,7 +167,7 @@ def resume(run: Run, root: AnyPath, progress: Progress) -> None:
     iteration, folder = progress.iteration, root / iteration_name(progress.iteration)
     common = from_rank_0(lambda: read_common(root, iteration))
     if stages[0].is_adapted:
-        _check_base(folder, common.get(_BASE), base_checksum(stages, optimizer))
+        _check_base(folder, common.get(_BASE), base_checksum(run))
     weights_only = bool(common.get(_WEIGHTS_ONLY))
     if weights_only and iteration < training.train_iters:
         raise CheckpointError(
@@ -181,7 +178,7 @@ def resume(run: Run, root: AnyPath, progress: Progress) -> None:
         )
     then, now = {} if weights_only else _value(root, iteration, common, "layout"), _layout(stages)
     with optimizer.meta_weights():
-        state = _sharded_state(stages, optimizer, is_loading=True, weights_only=weights_only)
+        state = _sharded_state(run, is_loading=True, weights_only=weights_only)
         if then == now:
             state["random"] = _sharded_generators()
         loaded = load_checkpoint(root, iteration, state)
@@ -214,45 +211,38 @@ def _check_base(folder: AnyPath, then: str | None, now: str) -> None:
         )
 
 
-def load_weights(
-    load: AnyPath,
-    stages: list[LlamaModel],
-    config: RunConfig,
-    optimizer: OverlappedDistributedOptimizer | None = None,
-    *,
-    adapters: bool = False,
-) -> None:
-    """Load only the weights of a checkpoint.
+def load_weights(run: Run, load: str, *, adapters: bool = False) -> None:
+    """Load only the weights of a checkpoint into a run.
 
     Args:
-        load: a run's folder, a converted checkpoint, or a checkpoint of Megatron-LM.
-        optimizer: describes the weights of which it keeps shards, or None if there is no optimizer.
+        load: a run's folder, a converted checkpoint, or a checkpoint of Megatron-LM; a path or a URL.
         adapters: load the weights of the adapters instead of the base.
     """
-    weights = sharded_weights(stages, adapters=adapters)
-    state = {"model": weights if optimizer is None else optimizer.sharded_weights(weights)}
-    vocab_size = config.model.vocab_size
-    load_only_weights(weights_folder(load), state, prefixes=WEIGHT_PREFIXES, vocab_size=vocab_size)
+    with all_or_none():
+        folder = any_path(load)
+    with run.optimizer.meta_weights():
+        state = {"model": run.optimizer.sharded_weights(sharded_weights(run.stages, adapters=adapters))}
+        vocab_size = run.config.model.vocab_size
+        load_only_weights(weights_folder(folder), state, prefixes=WEIGHT_PREFIXES, vocab_size=vocab_size)
 
 
-def base_checksum(stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> str:
+def base_checksum(run: Run) -> str:
     """Return the checksum of the base weights. It is computed once, because these weights never change."""
-    if stages[0].base is None:
-        stages[0].base = checksum(stages, optimizer, adapters=False)
-    return stages[0].base
+    first = run.stages[0]
+    if first.base is None:
+        first.base = checksum(run, adapters=False)
+    return first.base
 
 
-def checksum(
-    stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer, *, adapters: bool | None = None
-) -> str:
+def checksum(run: Run, *, adapters: bool | None = None) -> str:
     """Return a checksum of weights that is equal at every layout; a collective.
 
     The checksum weights each number's bits by the tensor's name, the layer and the row, so different weights
     have equal checksums only by chance. For `adapters`, see `sharded_weights`.
     """
     total = 0
-    with optimizer.meta_weights() as visit:
-        for shard in shards_of(sharded_weights(stages, adapters=adapters)):
+    with run.optimizer.meta_weights() as visit:
+        for shard in shards_of(sharded_weights(run.stages, adapters=adapters)):
             if not isinstance(shard, ShardedTensor):
                 continue
             assert shard.data is not None, "a state dict to save holds its tensors"
@@ -272,18 +262,12 @@ def _sum_of(shard: ShardedTensor) -> int:
     return factor * int((bits.sum(1, dtype=torch.int64) * rows).sum())
 
 
-def _sharded_state(
-    stages: list[LlamaModel],
-    optimizer: OverlappedDistributedOptimizer,
-    *,
-    is_loading: bool = False,
-    weights_only: bool,
-) -> dict[str, Any]:
+def _sharded_state(run: Run, *, is_loading: bool = False, weights_only: bool) -> dict[str, Any]:
     """Return the sections of weights, of the adapters if there are any, and of optimizer states."""
-    weights, state = sharded_weights(stages, adapters=stages[0].is_adapted or None), dict[str, Any]()
+    weights, state = sharded_weights(run.stages, adapters=run.stages[0].is_adapted or None), dict[str, Any]()
     if not weights_only:
-        state["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=is_loading)
-    return {"model": optimizer.sharded_weights(weights), **state}
+        state["optimizer"] = run.optimizer.sharded_state_dict(weights, is_loading=is_loading)
+    return {"model": run.optimizer.sharded_weights(weights), **state}
 
 
 def _sharded_generators() -> dict[str, ShardedTensor]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import Save, start_save
+from patch.checkpoint.save import Save
 from patch.checkpoint.sharded_tensors import bytes_to_write, shards_of
 from patch.convert.live_adapters import export_adapter
 from patch.device import usable_memory
@@ -43,18 +43,9 @@ class CheckpointSaver:
         self._run, self._on_save = run, on_save
         self._copies = HostCopies() if run.config.checkpoint.async_save else None
         self._is_decided = False
-        self._pending: Save | None = None
+        self.pending: Save | None = None
+        """The checkpoint that is incomplete, on all ranks, or None."""
         self._stall_s = self._write_s = 0.0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether this rank is writing in the background; not a collective."""
-        return self._pending is not None and self._pending.is_busy
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a checkpoint is incomplete; the same on all ranks."""
-        return self._pending is not None
 
     def measured(self) -> dict[str, float]:
         """Return metrics since the last `clear`: time that training waited for saves, and the write time."""
@@ -92,8 +83,8 @@ class CheckpointSaver:
             if not _have_room(bytes_to_write(copied)):
                 self._copies = None
         copies = None if is_end else self._copies
-        self._pending = start_save(checkpoint_root(run.config), iteration, state, common, copies)
-        run.phases.writing = self._pending.progress
+        self.pending = Save(checkpoint_root(run.config), iteration, state, common, copies)
+        run.phases.writing = self.pending.progress
         if run.config.adapter.is_on:
             write_adapters(run, iteration)
         run.optimizer.placement.record_memory("save")
@@ -102,9 +93,9 @@ class CheckpointSaver:
 
     def wait_for_copies(self) -> None:
         """Wait until the weights and states are copied and may change; not a collective."""
-        if self._pending is not None:
+        if self.pending is not None:
             with self._stalling():
-                self._pending.wait_for_copies()
+                self.pending.wait_for_copies()
 
     def go_on(self) -> None:
         """Advance the pending checkpoint after all ranks have written it; a collective.
@@ -127,21 +118,21 @@ class CheckpointSaver:
 
     def abandon(self) -> None:
         """Abandon the checkpoint that is being written, because this rank fails; not a collective."""
-        if self._pending is not None:
+        if self.pending is not None:
             said = "the checkpoint of step %d is abandoned, because this rank failed"
-            _logger.warning(said, self._pending.iteration)
-            self._pending.abandon()
-            self._pending = None
+            _logger.warning(said, self.pending.iteration)
+            self.pending.abandon()
+            self.pending = None
 
     def _finish(self) -> None:
-        while self._pending is not None:
+        while self.pending is not None:
             self._advance()
 
     def _advance(self) -> None:
-        pending, self._pending = self._pending, None  # stays None after an error
+        pending, self.pending = self.pending, None  # stays None after an error
         assert pending is not None
         if not pending.advance():
-            self._pending = pending
+            self.pending = pending
             return
         self._write_s = pending.seconds
         self._on_save(pending.iteration)

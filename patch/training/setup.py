@@ -44,7 +44,7 @@ from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.data_record import SetRecord
 from patch.preflight.model_of_folder import is_hf_folder
 from patch.storage.names import ADAPTER_CONFIG_NAME
-from patch.storage.places import AnyPath, any_path
+from patch.storage.places import AnyPath
 from patch.training import OBJECTIVES
 from patch.training.guards.phases import PhaseClock
 from patch.training.objectives.objective import Objective
@@ -242,22 +242,15 @@ def load_start(run: Run, *, is_begun: bool = False) -> None:
         if load is not None and is_hf:
             import_hf(stages, Path(load), model, run.groups, visit=visit)
     if load is not None and not is_hf:
-        _load_checkpoint(run, load)
+        load_weights(run, load)
     if (place := adapter.lora_load) and not is_begun:
         if from_rank_0((Path(place) / ADAPTER_CONFIG_NAME).is_file):
             with optimizer.full_weights(frozen=False):
                 import_adapter(stages, place, model, adapter, run.groups)
         else:
-            _load_checkpoint(run, place, adapters=True)
+            load_weights(run, place, adapters=True)
     optimizer.reload_model_params()
     _logger.info("weights from %s", f"seed {seed}" if load is None else load)
-
-
-def _load_checkpoint(run: Run, place: str, *, adapters: bool = False) -> None:
-    with all_or_none():
-        folder = any_path(place)
-    with run.optimizer.meta_weights():
-        load_weights(folder, run.stages, run.config, run.optimizer, adapters=adapters)
 
 
 def _log_resume(run: Run, root: AnyPath, progress: Progress) -> None:

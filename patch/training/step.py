@@ -29,17 +29,7 @@ from patch.training.guards.non_finite import handle_non_finite
 from patch.training.guards.phases import Phase
 from patch.training.run_state import unchanged_random_state
 from patch.training.state_placement import OomRetry, apply_placement
-from patch.training.step_data import (
-    NOISE_KEYS,
-    NOISE_SCALES,
-    BatchCounts,
-    ReadOutcome,
-    StepBatches,
-    counts,
-    next_step_batches,
-    read_step,
-    with_counts,
-)
+from patch.training.step_data import NOISE_KEYS, NOISE_SCALES, StepBatches, next_step_batches, read_step
 
 if TYPE_CHECKING:
     from patch.training.setup import Run
@@ -106,7 +96,7 @@ def train_step(run: Run, iteration: int, before_change: Callable[[], None] = lam
     before_change()
     run.phases.enter(Phase.UPDATE)
     outcome = optimizer.step(skip_non_finite=True)
-    means, following_counts = read_sums()
+    means, counts = read_sums()
     if outcome.is_skipped and not outcome.is_overflow:
         losses = [report["loss"] for report in reports]
         repeat = partial(_has_finite_gradients, run, work, group_lrs)
@@ -115,7 +105,7 @@ def train_step(run: Run, iteration: int, before_change: Callable[[], None] = lam
         run.num_skips = 0
     if not outcome.is_skipped:
         update_expert_biases(run.stages)
-    run.data.upcoming = with_counts(run, iteration + 1, following, following_counts)
+    run.data.upcoming = following.summed(run, *counts)
     optimizer.placement.record_memory("train")
     return StepResult(
         means.pop("loss"), outcome.grad_norm, lr, int(outcome.is_skipped),
@@ -130,8 +120,8 @@ def _rate_of(run: Run, iteration: int, group: ParamGroup | None = None) -> float
 
 
 def _start_sums(
-    run: Run, reports: list[Report], following: ReadOutcome
-) -> Callable[[], tuple[dict[str, float], BatchCounts]]:
+    run: Run, reports: list[Report], following: StepBatches
+) -> Callable[[], tuple[dict[str, float], tuple[float, float]]]:
     """Start the sum over data-parallel ranks of the reported values and of the next batch's counts.
 
     Return the function that waits for the sums and returns them.
@@ -141,14 +131,14 @@ def _start_sums(
     sums = torch.full((len(names) + 2,), -math.inf, dtype=torch.float64, device=run.device)
     for index, name in enumerate(names if reports else ()):
         sums[index] = torch.stack([report[name] for report in reports]).double().sum()
-    for place, count in zip(sums[-2:], counts(run, following), strict=True):
+    for place, count in zip(sums[-2:], (following.divisor, following.attended_pairs), strict=True):
         place.fill_(count)
     pending = start_all_reduce(sums, run.groups.dp_cp)
 
-    def read() -> tuple[dict[str, float], BatchCounts]:
+    def read() -> tuple[dict[str, float], tuple[float, float]]:
         *means, divisor, pairs = read_values(sums, pending, WaitClock(run.device))
         metrics = run.data.objective.logged(dict(zip(names, means, strict=True)))
-        return {**metrics}, BatchCounts(divisor, pairs)
+        return {**metrics}, (divisor, pairs)
 
     return read
 

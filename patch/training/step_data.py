@@ -25,56 +25,50 @@ NOISE_KEYS, NOISE_SCALES = "noise keys", "noise scales"
 """Names of the values that `with_noise` adds to the tokens of a batch."""
 
 
-class BatchCounts(NamedTuple):
-    """Counts of a rank's micro-batches, or, summed over the data-parallel ranks, of a global batch."""
-
-    divisor: float
-    """The objective's count; NaN if a rank could not read its data."""
-    attended_pairs: float
-    """Attended pairs of the packed sequences (`patch.plan`); 0 without packing."""
-
-
 class StepBatches(NamedTuple):
-    """The data of one step."""
+    """The data of one step, with the counts of this rank or, after `summed`, of the global batch."""
 
     iteration: int
     """Counted from 0."""
     batches: list[Batch]
     """This rank's micro-batches."""
     divisor: float
+    """The objective's count; NaN if a rank could not read its data."""
     attended_pairs: float
-    """Counts of the global batch, see `BatchCounts`."""
-
-
-class ReadOutcome(NamedTuple):
-    """This rank's micro-batches of a step, or the error of reading them.
-
-    All ranks raise one rank's error without an additional collective: counts are summed over ranks anyway,
-    and a rank that cannot read its data contributes NaN.
-    """
-
-    batches: list[Batch]
+    """Attended pairs of the packed sequences (`patch.plan`); 0 without packing."""
     error: Exception | None = None
+    """This rank's error of reading."""
 
-    def raise_on_all_ranks(self, count: float, what: str, group: dist.ProcessGroup) -> None:
-        """Raise on all ranks of a group if any of them could not read.
+    def summed(self, run: Run, divisor: float, attended_pairs: float) -> StepBatches:
+        """Return the same with these counts, which are summed over the data-parallel ranks.
 
-        Ranks of other groups read the same data. So they raise too, unless the failure is local to a machine.
-
-        Args:
-            count: a sum over the group; NaN if a rank could not read.
-            what: name of the step, for the message.
-            group: the ranks that read different data.
         Raises:
-            Exception: this rank's error.
-            DataError: on the ranks that could read.
+            DataError: on all ranks, if any rank could not read its data.
         """
-        if not math.isnan(count):
-            return
-        error = self.error or DataError(
-            f"another rank cannot read the data of {what}; its own message says why"
-        )
-        raise on_all_ranks(error) if group.size() == dist.get_world_size() else error
+        raise_on_all_ranks(self.error, divisor, f"step {self.iteration + 1}", run.groups.dp_cp)
+        return self._replace(divisor=divisor, attended_pairs=attended_pairs)
+
+
+def raise_on_all_ranks(error: Exception | None, count: float, what: str, group: dist.ProcessGroup) -> None:
+    """Raise on all ranks of a group if any of them could not read.
+
+    This needs no additional collective: counts are summed over ranks anyway, and a rank that cannot read its
+    data contributes NaN. Ranks of other groups read the same data. So they raise too, unless the failure is
+    local to a machine.
+
+    Args:
+        error: this rank's error of reading, or None.
+        count: a sum over the group; NaN if a rank could not read.
+        what: name of the step, for the message.
+        group: the ranks that read different data.
+    Raises:
+        Exception: this rank's error.
+        DataError: on the ranks that could read.
+    """
+    if not math.isnan(count):
+        return
+    error = error or DataError(f"another rank cannot read the data of {what}; its own message says why")
+    raise on_all_ranks(error) if group.size() == dist.get_world_size() else error
 
 
 def with_noise(batch: Batch, run: Run, first_sample: int) -> Batch:
@@ -103,37 +97,31 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def read_batches(reader: StepReader, iteration: int) -> ReadOutcome:
+def read_batches(reader: StepReader, iteration: int) -> tuple[list[Batch], Exception | None]:
     """Read this rank's micro-batches of a step; an error is kept for `raise_on_all_ranks`."""
     try:
-        return ReadOutcome(reader.step(iteration))
+        return reader.step(iteration), None
     except Exception as error:  # noqa: BLE001 - the other ranks must learn of any error
-        return ReadOutcome([], error)
+        return [], error
 
 
-def read_step(run: Run, iteration: int) -> ReadOutcome:
-    """Read this rank's micro-batches of a step, counted from 0; none after the last step."""
-    if iteration >= run.config.training.train_iters:
-        return ReadOutcome([])
-    run.phases.enter(Phase.READING)
-    with run.data.clock.waiting():
-        found = read_batches(run.data.train_reader, iteration)
-    if run.config.training.neftune_noise_alpha is None:
-        return found
-    size, dp = run.config.training.micro_batch_size, run.groups.dp
-    first = run.consumed_samples(iteration) + dp.rank() * size
-    numbers = range(first, first + len(found.batches) * dp.size() * size, dp.size() * size)
-    pairs = zip(found.batches, numbers, strict=True)
-    return found._replace(batches=[with_noise(batch, run, number) for batch, number in pairs])
-
-
-def counts(run: Run, reading: ReadOutcome) -> BatchCounts:
-    """Count these micro-batches."""
-    divisor = math.nan if reading.error is not None else sum(map(run.data.objective.count, reading.batches))
-    packed = [batch.cu_seqlens.diff().tolist() for batch in reading.batches if batch.cu_seqlens is not None]
+def read_step(run: Run, iteration: int) -> StepBatches:
+    """Read and count this rank's micro-batches of a step, counted from 0; none after the last step."""
+    batches, error = list[Batch](), None
+    if iteration < run.config.training.train_iters:
+        run.phases.enter(Phase.READING)
+        with run.data.clock.waiting():
+            batches, error = read_batches(run.data.train_reader, iteration)
+    if run.config.training.neftune_noise_alpha is not None:
+        size, dp = run.config.training.micro_batch_size, run.groups.dp
+        first = run.consumed_samples(iteration) + dp.rank() * size
+        numbers = range(first, first + len(batches) * dp.size() * size, dp.size() * size)
+        batches = [with_noise(batch, run, number) for batch, number in zip(batches, numbers, strict=True)]
+    divisor = math.nan if error is not None else sum(map(run.data.objective.count, batches))
+    packed = [batch.cu_seqlens.diff().tolist() for batch in batches if batch.cu_seqlens is not None]
     pairs = mean_pairs(chain(*packed), run.config.model)
     # A context-parallel rank has a part of each row's tokens, but the lengths of all sequences.
-    return BatchCounts(divisor, pairs / run.groups.cp.size())
+    return StepBatches(iteration, batches, divisor, pairs / run.groups.cp.size(), error)
 
 
 def next_step_batches(run: Run, iteration: int) -> StepBatches:
@@ -144,16 +132,6 @@ def next_step_batches(run: Run, iteration: int) -> StepBatches:
     """
     if run.data.upcoming is not None and run.data.upcoming.iteration == iteration:
         return run.data.upcoming
-    reading = read_step(run, iteration)
-    sums = sum_over(run.groups.dp_cp, [*counts(run, reading)], run.device)
-    return with_counts(run, iteration, reading, BatchCounts(*sums))
-
-
-def with_counts(run: Run, iteration: int, reading: ReadOutcome, sums: BatchCounts) -> StepBatches:
-    """Return the data of a step that was read; `sums` is `counts` summed over the data-parallel ranks.
-
-    Raises:
-        DataError: on all ranks, if any rank could not read it.
-    """
-    reading.raise_on_all_ranks(sums.divisor, f"step {iteration + 1}", run.groups.dp_cp)
-    return StepBatches(iteration, reading.batches, *sums)
+    own = read_step(run, iteration)
+    sums = sum_over(run.groups.dp_cp, [own.divisor, own.attended_pairs], run.device)
+    return own.summed(run, *sums)

@@ -107,7 +107,7 @@ class Trainer:
             self._saving.clear()
         is_saving_step = done % config.checkpoint.save_interval == 0 or is_last
         interval = config.data.eval_interval
-        tasks = [self._go_on] if self._saving.is_pending and not self._is_writing else []
+        tasks = [self._go_on] if self._saving.pending is not None and not self._is_writing else []
         is_turn = interval and (done % interval == 0 or is_saving_step)
         has_sets = bool(self.run.data.valid_readers and is_turn)
         if has_sets or self._is_evaluating:
@@ -123,9 +123,10 @@ class Trainer:
 
     def _share(self, measured: dict[str, float], *, is_last: bool, is_due: bool) -> dict[str, float]:
         """Return each metric's maximum over ranks; the same all-reduce agrees on stop, writes, evaluation."""
+        pending = self._saving.pending
         own = {
             **measured, "exit code": self._requests.exit_code(is_last=is_last),
-            "writing": self._saving.is_busy, "evaluating": is_due,
+            "writing": pending is not None and pending.is_busy, "evaluating": is_due,
         }  # fmt: skip
         found = max_over_world([*map(float, own.values())], self.run.device)
         worst = dict(zip(own, found, strict=True))
@@ -155,7 +156,7 @@ class Trainer:
             hook.on_evaluate(record)
 
     def _go_on(self, done: int) -> None:
-        if self._saving.is_pending:  # after a stop request, `_save` ran first and completed it
+        if self._saving.pending is not None:  # after a stop request, `_save` ran first and completed it
             self.run.phases.enter(Phase.SAVE)
             self._saving.go_on()
 

@@ -31,7 +31,7 @@ from small_runs import ON_HOST
 from training_runs import SeededReader, save
 
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import start_save
+from patch.checkpoint.save import Save
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_gather_object, max_over_world
 from patch.distributed.context_group import Zigzag
@@ -196,7 +196,7 @@ def other_contexts(context: DeviceContext, folder: Path, **changes: Any) -> list
     run = build(context, **changes)
     steps_of(run, range(1))
     sections, common = state_to_save(run, Progress(1, 1))
-    start_save(folder / "saved", 1, sections, common, HostCopies()).finish()
+    Save(folder / "saved", 1, sections, common, HostCopies()).finish()
     close(run)
     others = range(torch.cuda.device_count()) if context.is_cuda else range(0)
     own = [gpu for gpu in others if gpu != context.device.index and torch._C._cuda_hasPrimaryContext(gpu)]

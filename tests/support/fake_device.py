@@ -382,9 +382,7 @@ class FakeDevice(TorchDispatchMode):
         parts = buffer.data.chunk(group.size())
         return self._collective(group, lambda: [part.copy_(shard.data) for part in parts])
 
-    def start_swap(
-        self, sent: torch.Tensor, received: torch.Tensor, group: Any, *, target: int, source: int
-    ) -> CommHandle:
+    def start_swap(self, sent: torch.Tensor, received: torch.Tensor, group: Any, step: int) -> CommHandle:
         return self._collective(group, lambda: received.data.copy_(sent.data))
 
 

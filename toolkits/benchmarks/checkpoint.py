@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from patch import compat
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import start_save
+from patch.checkpoint.save import Save
 from patch.distributed.groups import alone
 from patch.storage.names import iteration_name
 from toolkits.benchmarks._measure import CPU, take_turns, time_call
@@ -84,7 +84,7 @@ def _measure(root: Path, rounds: int) -> Rounds:
 
     def save_in_background() -> tuple[float, float]:
         begin = time.perf_counter()
-        pending = start_save(root, 2, state, {}, copies)
+        pending = Save(root, 2, state, {}, copies)
         stall = time.perf_counter() - begin
         time.sleep(_STEP_S)
         stall += time_call(pending.wait_for_copies, CPU).wall

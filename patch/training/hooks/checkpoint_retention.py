@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -100,7 +99,8 @@ class CheckpointRetention(TrainerHook):
         """Learned tokens of the last evaluation; all losses in `_values` have this number."""
         self._best: int | None = None
         self._has_links = isinstance(root, Path)
-        self._removals: list[threading.Thread] = []
+        self._removal: threading.Thread | None = None
+        """The last removal, which begins after the removals before it."""
         for record in read_metrics(metrics):
             self._note(record)
         self._mark()
@@ -163,10 +163,9 @@ class CheckpointRetention(TrainerHook):
 
     def close(self) -> None:
         """Wait at most CLOSE_S seconds for deletions; the next start deletes the rest."""
-        deadline = time.monotonic() + CLOSE_S
-        for removal in self._removals:
-            removal.join(max(0.0, deadline - time.monotonic()))
-        if any(removal.is_alive() for removal in self._removals):
+        assert self._removal is not None, "the start removes what an earlier run left"
+        self._removal.join(CLOSE_S)
+        if self._removal.is_alive():
             _logger.warning(
                 "superseded checkpoints in %s are still being deleted after %.0f s: the next start of this "
                 "run deletes the rest",
@@ -178,16 +177,15 @@ class CheckpointRetention(TrainerHook):
         return mark_superseded_removed(self._root, self._retention, iteration, self._best, uncounted)
 
     def _in_background(self, work: Callable[[], object]) -> None:
-        def guarded(before: list[threading.Thread]) -> None:
+        def guarded(before: threading.Thread | None) -> None:
             try:
-                for removal in before:
-                    removal.join()
+                if before is not None:
+                    before.join()
                 work()
             except OSError as error:  # from a store; the next save tries again, and reports a lost store
                 _logger.warning("%s: superseded checkpoints stay for now: %s", self._root, error.strerror)
 
-        self._removals = [removal for removal in self._removals if removal.is_alive()]
-        self._removals.append(start_thread("remove checkpoints", partial(guarded, self._removals[-1:])))
+        self._removal = start_thread("remove checkpoints", partial(guarded, self._removal))
 
     def _update_links(self) -> None:
         if not self._has_links or not isinstance(self._root, Path):

@@ -20,8 +20,8 @@ from pathlib import Path
 from patch.logger import get_logger
 from patch.storage.names import REPORTED_FOLDER
 from patch.storage.text_files import read_small
-from patch.training.hooks import forwarder
-from patch.training.hooks.forwarder import DONE, FAILED, FINISH_S
+from patch.training import forwarder
+from patch.training.forwarder import DONE, FAILED, FINISH_S
 from patch.training.hooks.hook import Record, TrainerHook
 
 _logger = get_logger(__name__)

@@ -91,7 +91,7 @@ class ReferenceObjective(Objective):
         if len(self.reference) == size:
             return
         of_weights = base_checksum if run.config.adapter.starts_at_base else checksum
-        weights = of_weights(run.stages, run.optimizer)
+        weights = of_weights(run)
         if run.start_iteration:
             self._check(weights, from_rank_0(partial(_keys_in, self._keys_file)))
         keys, values = {}, []

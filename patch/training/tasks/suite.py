@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
@@ -57,9 +56,39 @@ class TaskScores(TrainerHook):
         self.measure = from_rank_0(lambda: _translate_errors(self._load))
         """The measure of --metric-for-best-model, the same on all ranks."""
 
+    @unchanged_random_state()
     def evaluate(self, iteration: int) -> Record:
-        """Return the scores of all tasks and their standard errors, the same on all ranks."""
-        return dict(scores_of(self._run, self._tasks))
+        """Return the scores of all tasks and their standard errors (`Tasks.scores`), the same on all ranks.
+
+        Raises:
+            PatchError: a task fails; on all ranks.
+        """
+        run, timer = self._run, LineTimer()
+        if dist.get_rank():
+            while True:
+                received: list[Question] | dict[str, float] = from_rank_0(dict)
+                if isinstance(received, dict):
+                    return received
+                answers_to(run, received)
+        is_answering = False
+
+        def ask(questions: Sequence[Question]) -> list[Answer]:
+            nonlocal is_answering
+            shared = from_rank_0(lambda: list(questions))
+            is_answering = True
+            answers = answers_to(run, shared)
+            is_answering = False
+            return answers
+
+        try:
+            scores: dict[str, float] = _translate_errors(lambda: self._tasks[0].scores(ask))
+        except Exception:
+            if is_answering:  # the other ranks wait in the failed forward, not for a broadcast
+                raise
+            with all_or_none():
+                raise
+        _logger.info("tasks: %d scores in %.1f s", len(scores), timer.elapsed_s())
+        return from_rank_0(lambda: scores)
 
     def _load(self) -> Measure:
         from patch.training.tasks.loading import Tasks  # it imports lm_eval
@@ -71,42 +100,6 @@ class TaskScores(TrainerHook):
         return LOWEST_LOSS if name is None else Measure(f"tasks/{name}", tasks.is_higher_better(name))
 
 
-@unchanged_random_state()
-def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:
-    """Return `Tasks.scores` on all ranks; a collective over the job, inside `evaluating`.
-
-    Args:
-        tasks: the tasks on rank 0, [] on other ranks.
-    Raises:
-        PatchError: a task fails; on all ranks.
-    """
-    timer = LineTimer()
-    if dist.get_rank():
-        while True:
-            received: list[Question] | dict[str, float] = from_rank_0(dict)
-            if isinstance(received, dict):
-                return received
-            answers_to(run, received)
-    is_answering = False
-
-    def ask(questions: Sequence[Question]) -> list[Answer]:
-        nonlocal is_answering
-        shared = from_rank_0(lambda: list(questions))
-        is_answering = True
-        answers = answers_to(run, shared)
-        is_answering = False
-        return answers
-
-    try:
-        scores = _translate_errors(lambda: tasks[0].scores(ask))
-    except Exception as error:
-        if is_answering:  # the other ranks wait in the failed forward, not for a broadcast
-            raise
-        from_rank_0(partial(_fail, error))
-    _logger.info("tasks: %d scores in %.1f s", len(scores), timer.elapsed_s())
-    return from_rank_0(lambda: scores)
-
-
 def _translate_errors(work: Callable[[], Any]) -> Any:
     """Return the result of lm-eval's work; translate its errors into DataError."""
     try:
@@ -116,10 +109,6 @@ def _translate_errors(work: Callable[[], Any]) -> Any:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"the tasks cannot be evaluated: {reason:.2000}", field="eval_tasks") from error
-
-
-def _fail(error: Exception) -> NoReturn:
-    raise error
 
 
 def scores_of_weights(config: RunConfig) -> dict[str, float]:

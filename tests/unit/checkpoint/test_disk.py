@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import Save, start_save
+from patch.checkpoint.save import Save
 from patch.errors import CheckpointError
 from patch.storage.names import TRACKER, iteration_name
 from patch.training.hooks.checkpoint_retention import Retention, mark_superseded_removed
@@ -30,7 +30,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def begin(root: Path, iteration: int, *, is_async: bool) -> Save:
-    return start_save(root, iteration, state(iteration), {}, HostCopies() if is_async else None)
+    return Save(root, iteration, state(iteration), {}, HostCopies() if is_async else None)
 
 
 def loaded(root: Path, iteration: int) -> set[float]:

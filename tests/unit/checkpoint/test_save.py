@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from patch import compat
 from patch.checkpoint import host_copies, latest_iteration, load_checkpoint, save_checkpoint
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import start_save
+from patch.checkpoint.save import Save
 from patch.errors import CheckpointError
 from patch.storage.lock import hold_run
 
@@ -48,14 +48,14 @@ def save_while_the_state_changes(rank: int, world_size: int, folder: str) -> lis
     for iteration in (1, 2):
         for shard in sections["model"].values():
             shard.data.fill_(float(iteration))
-        save = start_save(root, iteration, sections, {"iteration": iteration}, copies)
+        save = Save(root, iteration, sections, {"iteration": iteration}, copies)
         save.wait_for_copies()
         busy = save.is_busy
         for shard in sections["model"].values():
             shard.data.fill_(99.0)
         save.finish()
         found.append((busy, values(root, iteration, rank, world_size), latest_iteration(root)))
-    given_up = start_save(root, 4, sections, {}, copies)
+    given_up = Save(root, 4, sections, {}, copies)
     given_up.abandon()
     dist.barrier()
     found.append((given_up.is_busy, latest_iteration(root)))
@@ -164,7 +164,7 @@ def test_run_whose_lock_was_taken_over_removes_nothing_of_the_new_owner(
         if not is_lost_while_it_writes:
             lose()
         with pytest.raises(CheckpointError, match="now belongs to process 1 on elsewhere since today"):
-            saving = start_save(root, 2, state(2.0), {"iteration": 2})
+            saving = Save(root, 2, state(2.0), {"iteration": 2})
             lose()
             saving.finish()
     assert theirs.is_file() and latest_iteration(root) is None

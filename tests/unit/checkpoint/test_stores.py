@@ -21,7 +21,7 @@ from patch.checkpoint.compare import compare
 from patch.checkpoint.folder import NoWholeCheckpointError, delete_removed
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.inspect import find_stored, inspect
-from patch.checkpoint.save import start_save
+from patch.checkpoint.save import Save
 from patch.checkpoint.stored import TorchDistReader
 from patch.config import to_yaml
 from patch.errors import CheckpointError
@@ -144,7 +144,7 @@ def test_store_that_dies_at_any_moment_of_a_save_leaves_the_checkpoint_before(in
             save(root, 1, 1.0)
             die(working)
             try:
-                start_save(root, 2, state(2.0), {}, HostCopies() if in_background else None).finish()
+                Save(root, 2, state(2.0), {}, HostCopies() if in_background else None).finish()
                 break  # a save has fewer requests
             except CheckpointError as error:
                 assert re.search(r"run/iter_0000002 (was not|is complete, but) .*no answer", str(error))

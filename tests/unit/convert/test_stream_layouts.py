@@ -20,13 +20,12 @@ from safetensors.torch import load_file
 from training_runs import build_stages
 from upstream_saver import let_upstream_save
 
-from patch.checkpoint import save_checkpoint
+from patch.checkpoint import load_only_weights, save_checkpoint, weights_folder
 from patch.compat.unpickle import read_metadata
 from patch.convert import export_hf, hf_to_mcore, iter_hf_weights, mcore_to_hf
 from patch.convert.live_weights import Receivers
 from patch.errors import PatchError
-from patch.model import sharded_weights
-from patch.training.run_state import load_weights
+from patch.model import WEIGHT_PREFIXES, sharded_weights
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]  # the first test converts all models
 
@@ -108,7 +107,11 @@ def _pass_through(
             root / source, **changes, make_vocab_size_divisible_by=48, precision="bf16"
         )
         groups, stages = build_stages(config)
-        load_weights(root / f"{source}-mcore", stages, config)
+        weights = {"model": sharded_weights(stages)}
+        load_only_weights(
+            weights_folder(root / f"{source}-mcore"), weights, prefixes=WEIGHT_PREFIXES,
+            vocab_size=config.model.vocab_size,
+        )  # fmt: skip
         how = {"hf_source": root / f"{source}-mcore", "tokenizer": tokenizer}
         export_hf(stages, root / f"{layout}-hf", config.model, groups, **how)
         save_checkpoint(root / f"{layout}-saved", 3, {"model": sharded_weights(stages)}, {"iteration": 3})

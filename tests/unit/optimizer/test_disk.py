@@ -18,7 +18,7 @@ from small_runs import HALF, small_run
 
 from patch.checkpoint import load_checkpoint
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import start_save
+from patch.checkpoint.save import Save
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.errors import ConfigError, TrainingError
@@ -110,7 +110,7 @@ def save_and_load(rank: int, world_size: int, folder: Path) -> tuple[bool, int, 
         key: ShardedTensor.from_rank_offsets(key, state[1000:5000].view(40, 100))
         for key, state in zip(("optimizer.a", "optimizer.b", "optimizer.c"), states, strict=True)
     }
-    save = start_save(folder / "checkpoint", 1, {"optimizer": shards}, {}, copies)
+    save = Save(folder / "checkpoint", 1, {"optimizer": shards}, {}, copies)
     save.wait_for_copies()
     is_written = save._written is not None
     save.finish()

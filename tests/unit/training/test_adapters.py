@@ -96,7 +96,7 @@ def run_beside_peft(rank: int, world_size: int, folder: Path) -> dict[str, Besid
                 assert torch.uint8 in {p.dtype for p in run.stages[0].decoder.parameters()}
                 weights = iter_hf_weights(run.stages, config.model, run.groups)
                 base = {tensor: value.float().numpy() for tensor, value in weights}
-        checksum = base_checksum(run.stages, run.optimizer)
+        checksum = base_checksum(run)
         found[name] = Beside(losses, norms, first, factors, base, checksum)
         new_job()
     return found

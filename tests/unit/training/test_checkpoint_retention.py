@@ -81,7 +81,7 @@ def train_and_return(rank: int, world_size: int, config: RunConfig) -> tuple[str
     equal = [all(map(torch.equal, weights_of(run), trained))]
     new_job()
     run = build_seeded_run(config)
-    load_weights(Path(config.checkpoint.output_path), run.stages, config)
+    load_weights(run, config.checkpoint.output_path)
     run.optimizer.reload_model_params()
     equal.append(all(map(torch.equal, weights_of(run), trained)))
     return str(refused.value), progress.iteration, equal

@@ -24,8 +24,8 @@ from urllib.request import urlopen
 import pytest
 from launches import free_port
 
+from patch.training.forwarder import _OPEN, Target, without_credentials
 from patch.training.hooks import reporting
-from patch.training.hooks.forwarder import _OPEN, Target, without_credentials
 from patch.training.hooks.metrics import MetricsLog
 from patch.training.hooks.reporting import Reporter
 

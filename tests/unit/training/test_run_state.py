@@ -43,7 +43,7 @@ def exchange(folder: Path) -> dict[tuple[str, str], tuple[list[str], float]]:
     for theirs in DTYPES:
         for ours, dtype in DTYPES.items():
             run = build_seeded_run(small_run(precision=ours, seed=99, initial_loss_scale=1.0))
-            load_weights(folder / theirs, run.stages, run.config)
+            load_weights(run, str(folder / theirs))
             run.optimizer.reload_model_params()
             loaded = _weights(run)
             differing = [

@@ -119,7 +119,7 @@ def alone(rank: int, world_size: int) -> dict[str, Any]:
         buckets = [bucket.range.numel for bucket in run.optimizer.grad_buffer.buckets]
         found[level] = (
             losses,
-            checksum(run.stages, run.optimizer),
+            checksum(run),
             before,
             device.pop_peak_bytes(),
             max(buckets),

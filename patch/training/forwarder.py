@@ -1,8 +1,8 @@
 """A program that forwards a run's metrics.jsonl to one service, in its own process and without torch.
 
-    python -m patch.training.hooks.forwarder SERVICE OUTPUT_BASEPATH
+    python -m patch.training.forwarder SERVICE OUTPUT_BASEPATH
 
-`reporting.py` starts it. A service's library may raise, hang, print or end the process without harm to
+`hooks/reporting.py` starts it. A service's library may raise, hang, print or end the process without harm to
 training. log/reported/SERVICE.jsonl has a line for each record that the library took. A later forwarder
 continues after the last line, also after a resume that repeats steps. If several forwarders serve one run and
 service, the later forwarders wait for the first.
