@@ -195,9 +195,7 @@ def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     in_flight = counted(most.in_flight, "micro-batch") + " in flight"
     if config.virtual_pipeline_size > 1:
         in_flight += f" through {config.virtual_pipeline_size} stages"
-    beside = {"staging of gradients": rank.staging, "weights of a pass": rank.gathered}
-    beside[f"{config.training.precision} weights"] = rank.cast_weights
-    parts = "".join(f"+ {name} {size_text(size)} " for name, size in beside.items() if size)
+    parts = "".join(f"+ {name} {size_text(size)} " for name, size in rank.beside.items() if size)
     on_host = f"; {size_text(most.on_host)} more in host memory" if most.on_host else ""
     usable, whole = map(size_text, (memory.usable_device_memory(config, machine), machine.cuda_memory_bytes))
     yield _row(

@@ -50,9 +50,8 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
     the gradients (ZeRO-2), also the weights (ZeRO-3). Expert-data-parallel ranks share experts.
     `gathered_unit_bytes` counts the gathered weights of ZeRO-3.
     """
-    every = all_bytes(config, pp_rank)
-    on_host = _on_host(config, pp_rank, every)
-    return RankBytes(*(all_ - there for all_, there in zip(every, on_host, strict=True)))
+    both = zip(all_bytes(config, pp_rank), host_bytes(config, pp_rank), strict=True)
+    return RankBytes(*(every - there for every, there in both))
 
 
 def host_bytes(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
@@ -60,11 +59,7 @@ def host_bytes(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
 
     States with `auto` are not counted: the first steps find out which fit on the device.
     """
-    return _on_host(config, pp_rank, all_bytes(config, pp_rank))
-
-
-def _on_host(config: RunConfig, pp_rank: int | None, every: RankBytes) -> RankBytes:
-    optimizer, share = config.optimizer, weights_on_host(config)
+    optimizer, share, every = config.optimizer, weights_on_host(config), all_bytes(config, pp_rank)
     is_static = optimizer.optimizer_offload_policy == "static"
     return RankBytes(
         weights=int(_own_bytes(config, pp_rank) * share) if share else 0,
