@@ -14,7 +14,6 @@ from typing import NamedTuple
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.fits import fit_of
-from patch.plan.flops import flops_per_step
 from patch.plan.planned_run import PlannedRun, machine_named, plan_run
 from patch.plan.timing.step_time import step_time
 
@@ -124,7 +123,7 @@ def scaling(size: str, machine: str, counts: Sequence[int], *, has_instances: bo
         step = step_time(config, node)
         passes = 2 * config.virtual_pipeline_size * config.num_micro_batches
         seconds = step.seconds + step.computing * (slowdown(gpus, passes) - 1)
-        mfu = flops_per_step(config).model / seconds / gpus / node.peak_flops(config.training.precision)
+        mfu = step.model_flops * step.seconds / seconds / node.peak_flops(config.training.precision)
         points.append(Point(gpus, config.num_micro_batches, seconds, mfu))
     return points
 

@@ -90,7 +90,7 @@ def _experts(config: RunConfig) -> PlanRow:
     model, experts, way = config.model, config.experts, dispatch_of(config)
     number, layers, visits = model.num_experts or 0, len(expert_layers(model)), model.moe_router_topk
     shared = " and a shared one" if model.moe_shared_expert_intermediate_size else ""
-    of_rank = max(parameters.parameters_per_rank(model, config.parallel, experts, of_experts=True))
+    of_rank = max(stage.model.experts for stage in parameters.of_stages(config))
     return _row(
         "experts",
         f"{number} in each of {counted(layers, 'layer')}, of which a token visits {visits}{shared}; "
@@ -123,10 +123,10 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     there = host.total - disk + memory.kept_weight_bytes(config, machine)
     elsewhere = [f"{size_text(there)} more in host memory"] if host.total else []
     elsewhere += [f"{size_text(disk)} on a disk"] if disk else []
-    count, frozen = parameters.parameters_of(config, None), parameters.frozen_of(config, None)
-    beside = f", and {frozen.total} that do not train" if frozen.total else ""
-    packed = f" + {frozen.in_4_bits} in nf4 = {frozen.packed_bytes} bytes" if frozen.in_4_bits else ""
-    experts = parameters.parameters_of(config, None, of_experts=True)
+    own = parameters.parameters_of(config, None)
+    count, experts, in_4_bits = own.trained.total, own.trained.experts, own.in_4_bits.total
+    beside = f", and {own.frozen} that do not train" if own.frozen else ""
+    packed = f" + {in_4_bits} in nf4 = {own.packed.total} bytes" if in_4_bits else ""
     of_experts = f" ({experts} of experts / {config.num_expert_copies})" if experts else ""
     weight_parts, gradient_parts, state_parts = (
         f" / {config.state_group_size}{of_experts}" if shared else ""
@@ -146,7 +146,7 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         + (f" in {instances} instances)" if instances > 1 else ")"),
         f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "
         f"{parallel.tensor_model_parallel_size}{beside}",
-        f"weights: {count + frozen.dense} x {kind.weight_bytes} bytes{packed}{weight_parts}{not_here} = "
+        f"weights: {count + own.dense} x {kind.weight_bytes} bytes{packed}{weight_parts}{not_here} = "
         f"{weights}",
         f"gradients: {count} x {main} bytes{gradient_parts} = {gradients}",
         f"optimizer: {count} x {memory.state_bytes(config):g} bytes{state_parts} (moments "
@@ -195,9 +195,7 @@ def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     in_flight = counted(most.in_flight, "micro-batch") + " in flight"
     if config.virtual_pipeline_size > 1:
         in_flight += f" through {config.virtual_pipeline_size} stages"
-    beside = {"staging of gradients": rank.staging, "weights of a pass": rank.gathered}
-    beside[f"{config.training.precision} weights"] = rank.cast_weights
-    parts = "".join(f"+ {name} {size_text(size)} " for name, size in beside.items() if size)
+    parts = "".join(f"+ {name} {size_text(size)} " for name, size in rank.beside.items() if size)
     on_host = f"; {size_text(most.on_host)} more in host memory" if most.on_host else ""
     usable, whole = map(size_text, (memory.usable_device_memory(config, machine), machine.cuda_memory_bytes))
     yield _row(

@@ -20,27 +20,28 @@ class RankMemory(NamedTuple):
     pp_rank: int
     state: int
     """Model state, without optimizer states that offload policy `auto` places."""
-    staging: int
-    """Staging buffers of gradients and messages in flight, without the main gradients."""
-    gathered: int
-    """With ZeRO-3, weights that are whole during a pass."""
-    cast_weights: int
-    """Weights in fewer bytes for products, kept during a step."""
+    beside: dict[str, int]
+    """Other bytes than activations, by their name in the plan: staging buffers of gradients and messages in
+    flight; with ZeRO-3, weights that are whole during a pass; casts of weights that a step keeps."""
     activations: ActivationPeak
 
     @property
     def total(self) -> int:
         """Sum of all fields."""
-        return self.state + self.staging + self.gathered + self.cast_weights + self.activations.total
+        return self.state + sum(self.beside.values()) + self.activations.total
 
 
 def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
     """Return the pipeline rank that needs the most memory for model state and activations together."""
 
     def of(rank: int) -> RankMemory:
-        state, staging = memory.state_on_device(config, rank), memory.staging_bytes(config, rank, cuda=cuda)
-        gathered, casts = memory.gathered_unit_bytes(config, rank), memory.cast_weight_bytes(config, rank)
-        return RankMemory(rank, state, staging, gathered, casts, activation_peak(config, rank, cuda=cuda))
+        beside = {
+            "staging of gradients": memory.staging_bytes(config, rank, cuda=cuda),
+            "weights of a pass": memory.gathered_unit_bytes(config, rank),
+            f"{config.training.precision} weights": memory.cast_weight_bytes(config, rank),
+        }
+        state, activations = memory.state_on_device(config, rank), activation_peak(config, rank, cuda=cuda)
+        return RankMemory(rank, state, beside, activations)
 
     return max(map(of, range(config.parallel.pipeline_model_parallel_size)), key=lambda rank: rank.total)
 

@@ -21,7 +21,7 @@ from patch.layout.buckets import (
     chunk_unit,
 )
 from patch.plan import parameters
-from patch.plan.parameters import Unit, element_bytes, parameters_of, place_of
+from patch.plan.parameters import Amount, element_bytes, parameters_of, place_of
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
 """Share and bytes of a GPU's memory reserved for CUDA, cuDNN, fragmentation and two NCCL communicators."""
@@ -50,9 +50,8 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
     the gradients (ZeRO-2), also the weights (ZeRO-3). Expert-data-parallel ranks share experts.
     `gathered_unit_bytes` counts the gathered weights of ZeRO-3.
     """
-    every = all_bytes(config, pp_rank)
-    on_host = _on_host(config, pp_rank, every)
-    return RankBytes(*(all_ - there for all_, there in zip(every, on_host, strict=True)))
+    both = zip(all_bytes(config, pp_rank), host_bytes(config, pp_rank), strict=True)
+    return RankBytes(*(every - there for every, there in both))
 
 
 def host_bytes(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
@@ -60,11 +59,7 @@ def host_bytes(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
 
     States with `auto` are not counted: the first steps find out which fit on the device.
     """
-    return _on_host(config, pp_rank, all_bytes(config, pp_rank))
-
-
-def _on_host(config: RunConfig, pp_rank: int | None, every: RankBytes) -> RankBytes:
-    optimizer, share = config.optimizer, weights_on_host(config)
+    optimizer, share, every = config.optimizer, weights_on_host(config), all_bytes(config, pp_rank)
     is_static = optimizer.optimizer_offload_policy == "static"
     return RankBytes(
         weights=int(_own_bytes(config, pp_rank) * share) if share else 0,
@@ -86,7 +81,7 @@ def kept_weight_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | N
     share = max(0.0, optimizer.optimizer_offload_fraction - weights_on_host(config))
     share *= 1 - (optimizer.optimizer_offload_streamed or 0)
     share *= 1 - disk_bytes(config, machine, pp_rank) / states
-    numel = parameters.elements_kept_per_rank(config, pp_rank, is_shared=config.zero_stage.shards_states)
+    numel = parameters_of(config, pp_rank).trained.kept(config, is_shared=config.zero_stage.shards_states)
     kept, limit = int(numel * share) * element_bytes(precision), machine.host_memory_bytes
     limit //= config.parallel.nproc_per_node
     states = min(_state_bytes(config, pp_rank), optimizer.host_state_bytes(limit))
@@ -102,15 +97,15 @@ def weights_on_host(config: RunConfig) -> float:
 
 def all_bytes(config: RunConfig, pp_rank: int | None) -> RankBytes:
     """Return the model state on device and host together."""
-    frozen, units = parameters.frozen_of(config, pp_rank), sum(u.total for u in units_of(config, pp_rank))
-    weights = gathered_bytes(config, pp_rank) + frozen.dense * element_bytes(config.training.precision)
-    weights += frozen.packed_bytes
+    own, units = parameters_of(config, pp_rank), sum(unit.total for unit in units_of(config, pp_rank))
+    weights = gathered_bytes(config, pp_rank) + own.dense * element_bytes(config.training.precision)
+    weights += own.packed.total
     main, is_shared = element_bytes(config.optimizer.main_grads_dtype), config.zero_stage.shards_gradients
-    gradients = parameters.elements_kept_per_rank(config, pp_rank, main, is_shared=is_shared)
+    gradients = own.trained.kept(config, main, is_shared=is_shared)
     return RankBytes(weights - units + _own_bytes(config, pp_rank), gradients, _state_bytes(config, pp_rank))
 
 
-def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -> list[Unit]:
+def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -> list[Amount]:
     """Return the units that a rank frees between passes, in the order of forward; none without ZeRO-3.
 
     If `as_kept`, count in the dtype of the shards, even if weights are gathered in fewer bytes.
@@ -123,10 +118,9 @@ def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -
 
 
 def _own_bytes(config: RunConfig, pp_rank: int | None) -> int:
-    if not (units := units_of(config, pp_rank, as_kept=True)):
-        return 0
-    others, experts = sum(unit.others for unit in units), sum(unit.experts for unit in units)
-    return others // config.state_group_size + experts // config.num_expert_copies
+    units = units_of(config, pp_rank, as_kept=True)
+    whole = Amount(sum(unit.others for unit in units), sum(unit.experts for unit in units))
+    return whole.kept(config, is_shared=True)
 
 
 def gathered_unit_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
@@ -142,7 +136,7 @@ def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
     """Return the bytes of the trained weights as layers read them, and as replicas gather them."""
     sizes = PRECISIONS[config.training.precision]
     saved = (sizes.weight_bytes - sizes.factor_bytes) * _gathered_casts(config, pp_rank)
-    return parameters_of(config, pp_rank) * sizes.weight_bytes - saved
+    return parameters_of(config, pp_rank).trained.total * sizes.weight_bytes - saved
 
 
 def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = None) -> int:
@@ -161,7 +155,7 @@ def _streaming_bytes(config: RunConfig, pp_rank: int) -> int:
     optimizer = config.optimizer
     if not (optimizer.optimizer_offload_policy and optimizer.optimizer_offload_streamed):
         return 0
-    numel = parameters.elements_kept_per_rank(config, pp_rank, is_shared=config.zero_stage.shards_states)
+    numel = parameters_of(config, pp_rank).trained.kept(config, is_shared=config.zero_stage.shards_states)
     chunk = optimizer.optimizer_offload_chunk_size or CHUNK_UNITS[-1] * chunk_unit(numel)
     return int(NUM_STREAMED * chunk * state_bytes(config))
 
@@ -179,7 +173,7 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     if shares == 1 and not config.gathers_weights_per_pass:
         return dummy_wgrads
     types = optimizer.main_grads_dtype, config.training.precision
-    (element, weight), count = map(element_bytes, types), parameters_of(config, pp_rank)
+    (element, weight), count = map(element_bytes, types), parameters_of(config, pp_rank).trained.total
     units = [unit.total // weight for unit in units_of(config, pp_rank, as_kept=True)]  # no bucket spans two
     bucket = min(optimizer.reduce_bucket_size, count, max(units, default=0) or count)
     is_staged = (stage.shards_gradients and shares > 1) or config.gathers_weights_per_pass
@@ -282,12 +276,9 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
     if not config.gathers_weights_per_pass:  # else they are the weight shards
         # The high halves of master weights, which layers do not read if casts are gathered.
         extra = _gathered_casts(config, pp_rank) * element_bytes(config.training.precision)
-    of_element, is_shared = state_bytes(config), config.zero_stage.shards_states
-    kept = parameters.elements_kept_per_rank(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
-    saved = bytes_saved_in_matrices(config.optimizer)
-    return kept - parameters.elements_kept_per_rank(
-        config, pp_rank, saved, is_shared=is_shared, of_matrices=True
-    )
+    own, is_shared = parameters_of(config, pp_rank), config.zero_stage.shards_states
+    kept = own.trained.kept(config, state_bytes(config), is_shared=is_shared, extra=extra)
+    return kept - own.matrices.kept(config, bytes_saved_in_matrices(config.optimizer), is_shared=is_shared)
 
 
 def state_bytes(config: RunConfig) -> float:

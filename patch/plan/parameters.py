@@ -111,116 +111,116 @@ def by_stage(layers: Iterable[_T], stage_layers: Iterable[int]) -> list[list[_T]
     return [list(islice(left, count)) for count in stage_layers]
 
 
+class Amount(NamedTuple):
+    """Elements or bytes of weights on a rank; experts have other data-parallel ranks than `others`."""
+
+    others: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        """Sum of both."""
+        return self.others + self.experts
+
+    def kept(self, config: RunConfig, of_element: float = 1, *, is_shared: bool, extra: int = 0) -> int:
+        """Return what a rank keeps of gradients or states with `of_element` bytes for each element.
+
+        Args:
+            is_shared: whether ranks that have the same weights shard them.
+            extra: further bytes of weights that are not experts.
+        """
+        others, experts = self.others * of_element + extra, self.experts * of_element
+        if not is_shared:
+            return int(others + experts)
+        return int(others // config.state_group_size + experts // config.num_expert_copies)
+
+
+class RankParameters(NamedTuple):
+    """Parameters on one rank of a pipeline stage, vocabulary padding included."""
+
+    model: Amount
+    trained: Amount
+    """With adapters only adapters."""
+    matrices: Amount
+    """Matrices of layers among `trained`."""
+    in_4_bits: Amount
+    packed: Amount
+    """Bytes of those in 4 bits."""
+    has_adapters: bool
+
+    @property
+    def frozen(self) -> int:
+        """Parameters of the model that do not train."""
+        return self.model.total - (0 if self.has_adapters else self.trained.total)
+
+    @property
+    def dense(self) -> int:
+        """Frozen parameters that are not in 4 bits."""
+        return self.frozen - self.in_4_bits.total
+
+
 @lru_cache(maxsize=1024)  # a search of layouts asks for the same models many times
-def parameters_per_rank(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    experts: ExpertsConfig = ExpertsConfig(),  # noqa: B008 - it never changes
-    *,
-    of_experts: bool = False,
-    of_base: bool = False,
-    of_matrices: bool = False,
-    packed: BaseFormat | None = None,
-    adapter: AdapterConfig = AdapterConfig(),  # noqa: B008
-    selection: Selection = Selection(),  # noqa: B008
-) -> list[int]:
-    """Return the parameters on one rank of each pipeline stage, vocabulary padding included.
+def _of_stages(
+    model: ModelConfig, parallel: ParallelConfig, experts: ExpertsConfig, adapter: AdapterConfig,
+    selection: Selection,
+) -> list[RankParameters]:  # fmt: skip
+    """Parameters on one rank of each pipeline stage.
 
     TP splits matrices, their biases and the vocabulary; EP and ETP split experts; norms are replicated. With
     several stages, the last one has a copy of a tied embedding.
-
-    Args:
-        of_experts: count only experts.
-        of_base: count only matrices that may have adapters.
-        of_matrices: count only matrices of layers.
-        packed: count their bytes in this format in place of parameters.
-        adapter: if it has a rank, count adapters in place of the model.
-        selection: count only weights that train.
     """
     stages, stage_layers = parallel.pipeline_model_parallel_size, parallel.stage_layers(model.num_layers)
     has_output = model.untie_embeddings_and_output_weights or stages > 1
-    counts, layers = [0] * stages, by_stage(range(model.num_layers), stage_layers)
-    rows = base_rows(model) if of_base else adapter_rows(model, adapter) or trained_rows(model, selection)
-    for row in layer_rows(rows) if of_matrices else rows:
-        if of_experts and row.part != "expert":
-            continue
-        elements = _elements(row, model, parallel, experts)
-        elements = elements if packed is None else _packed_bytes(row, parallel, experts, elements, packed)
-        if row.is_per_layer:
-            for stage, own in enumerate(layers):
-                counts[stage % stages] += elements * len({*own}.intersection(row.layers))
-        elif row.is_before_layers:
-            counts[0] += elements
-        elif row.part != "head" or has_output:
-            counts[-1] += elements
-    return counts
+    layers = [{*own} for own in by_stage(range(model.num_layers), stage_layers)]
+
+    def count(rows: Iterable[WeightRow], format: BaseFormat | None = None) -> list[Amount]:
+        counts = [[0, 0] for _ in range(stages)]
+        for row in rows:
+            size, is_expert = _size(row, model, parallel, experts, format), row.part == "expert"
+            if row.is_per_layer:
+                for stage, own in enumerate(layers):
+                    counts[stage % stages][is_expert] += size * len(own.intersection(row.layers))
+            elif row.is_before_layers:
+                counts[0][is_expert] += size
+            elif row.part != "head" or has_output:
+                counts[-1][is_expert] += size
+        return [Amount(*each) for each in counts]
+
+    trained, format = adapter_rows(model, adapter) or trained_rows(model, selection), adapter.quantize_base
+    base = base_rows(model) if format else ()
+    whole, matrices = count(weight_rows(model)), count(layer_rows(trained))
+    of_stages = zip(whole, count(trained), matrices, count(base), count(base, format), strict=True)
+    return [RankParameters(*amounts, has_adapters=adapter.is_on) for amounts in of_stages]
 
 
-def parameters_of(
-    config: RunConfig, pp_rank: int | None, *, of_experts: bool = False, of_matrices: bool = False
-) -> int:
-    """Return the parameters that a pipeline rank trains, or only its experts; with adapters only adapters.
+def of_stages(config: RunConfig) -> list[RankParameters]:
+    """Return the parameters on one rank of each pipeline stage."""
+    return _of_stages(config.model, config.parallel, config.experts, config.adapter, config.selection)
 
-    `of_matrices` counts only matrices of layers.
-    """
-    return parameters_per_rank(
-        config.model, config.parallel, config.experts, of_experts=of_experts, of_matrices=of_matrices,
-        adapter=config.adapter, selection=config.selection,
-    )[place_of(config, pp_rank)]  # fmt: skip
+
+def parameters_per_rank(config: RunConfig) -> list[int]:
+    """Return the number of the model's parameters on one rank of each pipeline stage."""
+    return [stage.model.total for stage in of_stages(config)]
 
 
 def place_of(config: RunConfig, pp_rank: int | None) -> int:
     """Return `pp_rank`, or for None the pipeline rank with the most parameters."""
     if pp_rank is not None:
         return pp_rank
-    of_ranks = parameters_per_rank(config.model, config.parallel, config.experts)
+    of_ranks = parameters_per_rank(config)
     return of_ranks.index(max(of_ranks))
 
 
-class Frozen(NamedTuple):
-    """Parameters of the model on a rank that do not train."""
-
-    dense: int
-    in_4_bits: int
-    packed_bytes: int
-    """Bytes of those in 4 bits."""
-
-    @property
-    def total(self) -> int:
-        """All frozen parameters."""
-        return self.dense + self.in_4_bits
-
-
-def frozen_of(config: RunConfig, pp_rank: int | None) -> Frozen:
-    """Return the frozen parameters of a pipeline rank; None: the rank with the most parameters."""
-    sections, index = (config.model, config.parallel, config.experts), place_of(config, pp_rank)
-    trained = 0 if config.adapter.is_on else parameters_of(config, pp_rank)  # adapters are extra
-    count, packed = parameters_per_rank(*sections)[index] - trained, config.adapter.quantize_base
-    if packed is None:
-        return Frozen(count, 0, 0)
-    in_4_bits, num_bytes = (
-        parameters_per_rank(*sections, of_base=True, packed=each)[index] for each in (None, packed)
-    )
-    return Frozen(count - in_4_bits, in_4_bits, num_bytes)
-
-
-class Unit(NamedTuple):
-    """Bytes of an FSDP unit's weights, in the dtype in which they are gathered."""
-
-    others: int
-    experts: int
-    """Shared by other ranks (expert data parallelism) than `others`."""
-
-    @property
-    def total(self) -> int:
-        """All weights."""
-        return self.others + self.experts
+def parameters_of(config: RunConfig, pp_rank: int | None) -> RankParameters:
+    """Return the parameters of a pipeline rank; None: the rank with the most parameters."""
+    return of_stages(config)[place_of(config, pp_rank)]
 
 
 @lru_cache(maxsize=256)  # a search of layouts asks for the same runs many times
-def freed_units(config: RunConfig, *, as_kept: bool = False) -> tuple[tuple[Unit, ...], ...]:
+def freed_units(config: RunConfig, *, as_kept: bool = False) -> tuple[tuple[Amount, ...], ...]:
     """Return the units of each stage that ZeRO-3 frees: embedding, layers, output layer; in order of forward.
 
+    Bytes are those of the dtype in which weights are gathered.
     Parameters below `--param-persistence-threshold` stay whole. So does a tied embedding that one stage reads
     at both ends. Trained adapters are not counted. `as_kept`: see `memory.units_of`.
     """
@@ -233,46 +233,21 @@ def freed_units(config: RunConfig, *, as_kept: bool = False) -> tuple[tuple[Unit
     has_two_ends = len(stage_layers) == 1 and not model.untie_embeddings_and_output_weights
     before, after, layers = [[0, 0]], [[0, 0]], [[0, 0] for _ in range(model.num_layers)]
     for row in weight_rows(model):
-        elements, is_of_expert = _elements(row, model, parallel, experts), row.part == "expert"
-        of_one = elements // (row.num_experts // experts.expert_model_parallel_size if is_of_expert else 1)
+        elements, is_expert = _size(row, model, parallel, experts), row.part == "expert"
+        of_one = elements // (row.num_experts // experts.expert_model_parallel_size if is_expert else 1)
         if of_one < below or (has_two_ends and not row.is_per_layer):
             continue
         num_bytes = elements * sizes.weight_bytes
-        if format and row.name in packed:
-            num_bytes = _packed_bytes(row, parallel, experts, elements, format)
+        if row.name in packed:
+            num_bytes = _size(row, model, parallel, experts, format)
         units = layers if row.is_per_layer else before if row.is_before_layers else after
         narrow = cast_layers if row.is_per_layer and row.is_matrix else ()
         for index in row.layers:
-            units[index][is_of_expert] += elements * sizes.factor_bytes if index in narrow else num_bytes
+            units[index][is_expert] += elements * sizes.factor_bytes if index in narrow else num_bytes
     stages = by_stage(layers, stage_layers)
     stages[0] = before + stages[0]
     stages[-1] += after
-    return tuple(tuple(Unit(*unit) for unit in stage) for stage in stages)
-
-
-def elements_kept_per_rank(
-    config: RunConfig,
-    pp_rank: int | None,
-    of_element: float = 1,
-    *,
-    is_shared: bool,
-    extra: int = 0,
-    of_matrices: bool = False,
-) -> int:
-    """Return the elements (times `of_element` bytes) of gradients or states that a rank keeps.
-
-    Args:
-        is_shared: whether ranks that have the same weights shard them.
-        extra: further bytes of weights that are not experts.
-        of_matrices: count only matrices of layers.
-    """
-    count, experts = (
-        parameters_of(config, pp_rank, of_experts=each, of_matrices=of_matrices) for each in (False, True)
-    )
-    others = (count - experts) * of_element + extra
-    if not is_shared:
-        return int(others + experts * of_element)
-    return int(others // config.state_group_size + experts * of_element // config.num_expert_copies)
+    return tuple(tuple(Amount(*unit) for unit in stage) for stage in stages)
 
 
 def matrices_per_rank(config: RunConfig) -> list[int]:
@@ -281,21 +256,19 @@ def matrices_per_rank(config: RunConfig) -> list[int]:
     return [math.prod(_part_shape(row, config.parallel, config.experts)) for row in rows]
 
 
-def _elements(row: WeightRow, model: ModelConfig, parallel: ParallelConfig, experts: ExpertsConfig) -> int:
-    """Elements of a parameter on one rank, of all its experts, vocabulary padding included."""
+def _size(
+    row: WeightRow, model: ModelConfig, parallel: ParallelConfig, experts: ExpertsConfig,
+    format: BaseFormat | None = None,
+) -> int:  # fmt: skip
+    """Elements of a row on one rank, all its experts and vocabulary padding included; bytes in `format`."""
     tp_size = parallel.tensor_model_parallel_size
     if row.kind is Kind.VOCAB_PARALLEL:
         return row.num_elements // model.vocab_size * model.padded_vocab_size(tp_size) // tp_size
+    shape = _part_shape(row, parallel, experts)
+    if format is not None:
+        shape = shape[0], row_bytes(shape[1], format)
     own_experts = row.num_experts // experts.expert_model_parallel_size if row.part == "expert" else 1
-    return math.prod(_part_shape(row, parallel, experts)) * own_experts
-
-
-def _packed_bytes(
-    row: WeightRow, parallel: ParallelConfig, experts: ExpertsConfig, elements: int, format: BaseFormat
-) -> int:
-    """Bytes of some rows of a matrix on one rank."""
-    columns = _part_shape(row, parallel, experts)[1]
-    return elements // columns * row_bytes(columns, format)
+    return math.prod(shape) * own_experts
 
 
 def _part_shape(row: WeightRow, parallel: ParallelConfig, experts: ExpertsConfig) -> tuple[int, ...]:

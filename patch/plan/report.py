@@ -237,7 +237,7 @@ def plan_json(planned: PlannedRun, tokens: float | None, failures: Failures | No
         "machine": machine.to_json(),
         "run": scalars_of(config),
         "parameters": total_parameters(config.model),
-        "parameters_per_rank": parameters_per_rank(config.model, config.parallel, config.experts),
+        "parameters_per_rank": parameters_per_rank(config),
         "state": [bytes_per_rank(config, rank)._asdict() for rank in ranks],
         "memory": fit._asdict(),
         "fits": fit.is_whole,

@@ -163,9 +163,10 @@ def resolve_cast_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunC
     if best(kept, machine, space)[0].run == kept:
         return config, []
     rank = heaviest_rank(kept, cuda=bool(machine.cuda_devices))
+    casts = memory.cast_weight_bytes(kept, rank.pp_rank)
     line = (
         f"{config.training.precision} weights are quantized in every micro-batch: no room to keep "
-        f"{size_text(rank.cast_weights)} beside the {size_text(rank.total - rank.cast_weights)} of a rank"
+        f"{size_text(casts)} beside the {size_text(rank.total - casts)} of a rank"
     )
     return with_changes(config, no_cache), [line]
 

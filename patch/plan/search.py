@@ -155,7 +155,7 @@ def _bound(config: RunConfig, machine: Machine) -> float:
     for rank in range(costs.schedule.pp_size):
         forward, backward, waits = costs.of_rank(rank)
         passes = max(passes, forward + backward + sum(wait.forward + wait.backward for wait in waits))
-    seconds = costs.data_parallel.reduce.seconds(max(costs.parameters))
+    seconds = costs.data_parallel.reduce.seconds(max(each.total for each in costs.parameters))
     reductions = (config.reductions_per_step - 1) * max(0.0, seconds - passes)
     update = costs.states * costs.update
     return config.num_micro_batches * passes * (1 + 0.9 * costs.schedule.formula) + reductions + update

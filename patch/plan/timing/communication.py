@@ -172,6 +172,7 @@ def data_parallel_messages(config: RunConfig, machine: Machine, *, of_experts: b
         # Each rank all-reduces its shard with the same shard of other instances, mostly on other nodes.
         across = ring(machine, Group(instances, 1), main / group.size).twice
     of_weight: float = element_bytes(config.training.precision)
-    if not of_experts and (trained := parameters_of(config, None)):  # an average: some may be casts
+    trained = parameters_of(config, None).trained.total
+    if trained and not of_experts:  # an average: some may be casts
         of_weight = gathered_bytes(config) / trained
     return DataParallelMessages(once, ring(machine, group, of_weight), across)

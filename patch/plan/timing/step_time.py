@@ -25,7 +25,7 @@ from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, state_bytes, usable_device_memory, weights_on_host
-from patch.plan.parameters import Unit, element_bytes, parameters_of
+from patch.plan.parameters import Amount, element_bytes
 from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing import communication as links
 from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
@@ -69,13 +69,10 @@ class StepCosts:
             links.data_parallel_messages(config, machine, of_experts=each) for each in (False, True)
         )
         """Collectives between replicas, and between ranks that have the same experts."""
-        ranks = range(self.schedule.pp_size)
-        self.parameters, self.experts = (
-            [parameters_of(config, rank, of_experts=each) for rank in ranks] for each in (False, True)
-        )
-        """Parameters of each pipeline rank; `experts` are the part in experts."""
-        is_shared = config.zero_stage.shards_states
-        self.states = parameters.elements_kept_per_rank(config, None, is_shared=is_shared)
+        self.parameters = [stage.trained for stage in parameters.of_stages(config)]
+        """Parameters that train on each pipeline rank."""
+        trained, is_shared = parameters.parameters_of(config, None).trained, config.zero_stage.shards_states
+        self.states = trained.kept(config, is_shared=is_shared)
         """Most elements whose states a rank updates."""
         self.update = _update_bytes(config) / machine.memory_rate
         """Per element that a rank updates on its device."""
@@ -288,8 +285,7 @@ def _replica_messages(
     tp_size = config.parallel.tensor_model_parallel_size
     embedding = config.padded_vocab_size * config.model.hidden_size / tp_size
     found = []
-    for rank, (total, experts) in enumerate(zip(costs.parameters, costs.experts, strict=True)):
-        elements = total - experts
+    for rank, (elements, experts) in enumerate(costs.parameters):
         # Whole buckets, and those that halve towards the end of backward.
         buckets = math.ceil(elements / size) + round(math.log2(max(size / smallest, 1)))
         seconds = collective.seconds(elements) + (buckets - 1) * collective.latency
@@ -310,7 +306,7 @@ def _reduction(costs: StepCosts) -> float:
         backward += sum(each.backward - each.gather for each in waits)
         forward += sum(each.forward - each.gather for each in waits)
         latest = max(latest, timing.ends[rank] + sent.exposed(backward, backward + forward, times))
-    across = costs.data_parallel.across.seconds(max(costs.parameters))
+    across = costs.data_parallel.across.seconds(max(each.total for each in costs.parameters))
     return latest - timing.step + across + slower
 
 
@@ -378,7 +374,7 @@ def host_rate(config: RunConfig, machine: Machine) -> float:
 
 
 def _waits(
-    config: RunConfig, machine: Machine, units: Sequence[Unit], forward: float, backward: float
+    config: RunConfig, machine: Machine, units: Sequence[Amount], forward: float, backward: float
 ) -> PassWaits:
     """The waits of a stage; `units` are in the order of forward, the seconds are without waits."""
     if not units:
@@ -391,10 +387,10 @@ def _waits(
     # Gradients on the host are accumulated there: two are read, one is written.
     touches = 1 if config.num_micro_batches == 1 else 4
 
-    def gather(unit: Unit) -> float:
+    def gather(unit: Amount) -> float:
         return between.seconds(unit.others) + (of_experts.seconds(unit.experts) if unit.experts else 0.0)
 
-    def down(unit: Unit, gradients: float = 0.0) -> float:
+    def down(unit: Amount, gradients: float = 0.0) -> float:
         """Copy a rank's part from the host, with `gradients` bytes per byte in the other direction."""
         part = unit.others / config.state_group_size + unit.experts / config.num_expert_copies
         part *= weights_on_host(config)

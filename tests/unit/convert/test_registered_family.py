@@ -54,12 +54,12 @@ def test_share_in_use_decides_flops_and_active_parameters_but_not_what_is_held(a
     def rows(model, traits):
         return tuple(r._replace(active=0.25 if r.part == "mlp" else 1) for r in dense_rows(model, traits))
 
-    before, held = flops_per_step(dense).model, parameters_per_rank(dense.model, dense.parallel)
+    before, held = flops_per_step(dense).model, parameters_per_rank(dense)
     register_family(dataclasses.replace(arcee, rows=rows))
     unused = 0.75 * 4 * 2 * 64 * 160
     assert total_parameters(dense.model, active=True) == total_parameters(dense.model) - unused
     assert before - flops_per_step(dense).model == 3 * 2 * unused * 4 * 32
-    assert parameters_per_rank(dense.model, dense.parallel) == held
+    assert parameters_per_rank(dense) == held
 
 
 def test_its_public_sizes_are_words_of_position_2(command, arcee):

@@ -57,7 +57,7 @@ def _parts(name: str) -> list[tuple]:
     groups, stages = build_stages(config)
     held = sum(p.numel() for stage in stages for p in stage.parameters())
     if not config.model.num_experts:
-        assert held == parameters_per_rank(config.model, config.parallel)[groups.pp.rank()]
+        assert held == parameters_per_rank(config)[groups.pp.rank()]
     torch.manual_seed(torch.distributed.get_rank())
     before = torch.get_rng_state()
     initialize_weights(stages, config.model, config.training.seed)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank
-from patch.plan.parameters import frozen_of, parameters_of, total_parameters, trained_parameters
+from patch.plan.parameters import parameters_of, total_parameters, trained_parameters
 from patch.plan.resolve import resolve_run
 from patch.plan.suggest import lora_hint, refuse_what_cannot_fit, suggest
 from patch.plan.timing.step_time import step_time
@@ -43,7 +43,7 @@ def test_parameters_are_those_that_peft_counts(size: str, targets: str, shape: t
         found = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=names, task_type="CAUSAL_LM"))
     run = planned_run(size=size, dp=8, flags=f"--lora-rank 16 --lora-target-modules {targets}")
     trained, total = found.get_nb_trainable_parameters()
-    assert trained_parameters(run) == trained == parameters_of(run, 0)
+    assert trained_parameters(run) == trained == parameters_of(run, 0).trained.total
     assert total_parameters(run.model) == total - trained
 
 
@@ -68,7 +68,7 @@ def test_flops_are_those_of_torchs_counter_for_pefts_model(tmp_path: Path, chang
     assert flops_per_step(run).model == counter.get_total_flops()
     if "freeze" in changes:
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-        assert trained_parameters(run) == trained == parameters_of(run, 0)
+        assert trained_parameters(run) == trained == parameters_of(run, 0).trained.total
 
 
 def test_70b_on_eight_gpus_is_planned_and_named_beside_the_cures() -> None:
@@ -92,10 +92,10 @@ def test_8b_in_4_bits_on_a_gpu_of_24_gb_is_planned_and_named() -> None:
     matrices = 32 * (4096 * (4096 * 2 + 2 * 1024) + 3 * 4096 * 14336)
     others = total_parameters(run.model) - matrices + OF_8B
     assert bytes_per_rank(run) == (2 * others + matrices * 36 // 64, *bytes_per_rank(lora)[1:])
-    assert frozen_of(planned_run(tp=2, pp=2, flags=flags), 1).in_4_bits == matrices // 4
+    assert parameters_of(planned_run(tp=2, pp=2, flags=flags), 1).in_4_bits.total == matrices // 4
     rows = 16 * (6144 // 2 + 4096 + 14336 + 4096)  # each with an index, a mean and two scales
-    double = frozen_of(planned_run(tp=2, pp=2, flags=f"{flags}-double"), 1)
-    assert double.packed_bytes == matrices // 4 * 33 // 64 + 16 * rows
+    double = parameters_of(planned_run(tp=2, pp=2, flags=f"{flags}-double"), 1)
+    assert double.packed.total == matrices // 4 * 33 // 64 + 16 * rows
     assert lora_hint(lora, card.facts).startswith("QLoRA of this run fits: --quantize-base nf4 (")
     assert fit_of(run, card.facts).is_whole and not lora_hint(run, card.facts)
     assert step_time(lora, H100).seconds < step_time(run, H100).seconds

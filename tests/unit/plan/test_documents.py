@@ -71,7 +71,7 @@ def _flops_per_token(config: RunConfig) -> float:
 
 
 LLAMA_13B = _llama("llama1-13B", A.length, "--tensor-model-parallel-size", str(A.tp_size))
-(WEIGHTS_13B,) = parameters_per_rank(LLAMA_13B.model, LLAMA_13B.parallel)
+(WEIGHTS_13B,) = parameters_per_rank(LLAMA_13B)
 MICRO_BATCH_13B = A.step_32 / (32 + A.messages_over_compute)
 """Seconds of compute of a micro-batch: the 32 GPUs' step has 32 of them and messages once."""
 TOKENS_13B = A.micro_batch * A.length / A.tp_size
@@ -136,17 +136,13 @@ BLOOM = _llama(
 )  # fmt: skip
 
 
-def _parameters_per_rank(config: RunConfig) -> list[int]:
-    return parameters_per_rank(config.model, config.parallel)
-
-
 def bloom_step() -> float:
     """Seconds: 72 layers on 12 stages, embedding and loss counted as two of them, all recomputed.
 
     ZeRO-1 after backward, fp32 gradients. The embedding counts as a layer, as the document says.
     """
     (tp_size, pp_size, dp_size, micro_batch), model = A.bloom, BLOOM.model
-    tokens, hidden, elements = micro_batch * A.length, model.hidden_size, _parameters_per_rank(BLOOM)
+    tokens, hidden, elements = micro_batch * A.length, model.hidden_size, parameters_per_rank(BLOOM)
     layer = (24 * hidden**2 + 4 * A.length * hidden) * tokens / tp_size / RATE
     output = 2 * hidden * model.vocab_size * tokens / tp_size / RATE
     forward = [layers * layer for layers in BLOOM.stage_layers]
@@ -177,7 +173,7 @@ def test_sizes_of_bloom() -> None:
     of_layer = sum(row.num_elements for row in weight_rows(model) if row.is_per_layer)
     assert of_layer == 12 * hidden**2 + 13 * hidden and 2 * of_layer / 1e9 == pytest.approx(4.9, rel=0.01)
     assert BLOOM.stage_layers == [5, *[6] * 10, 5]
-    first, *between, last = _parameters_per_rank(BLOOM)
+    first, *between, last = parameters_per_rank(BLOOM)
     assert {*between} == {between[0]} and max(first, last) / between[0] == pytest.approx(1.08, rel=0.01)
 
 

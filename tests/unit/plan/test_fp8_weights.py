@@ -35,7 +35,7 @@ def test_bytes_of_a_rank_are_two_for_each_element_of_its_layers_in_8_bits() -> N
 def test_they_are_kept_where_there_is_room_beside_all_activations() -> None:
     run = small_run(**LAYERS)
     rank = heaviest_rank(run, cuda=False)
-    assert rank.cast_weights == cast_weight_bytes(run, 0)
+    assert rank.beside["fp8 weights"] == cast_weight_bytes(run, 0)
     assert resolve_cast_weights(run, UNKNOWN) == (run, [])
     on_host = MachineFacts(0, 2, host_memory_bytes=rank.total)
     assert resolve_cast_weights(run, on_host) == (run, [])

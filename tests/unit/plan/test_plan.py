@@ -31,10 +31,6 @@ def _run(size: str, *flags: str, length: int = 2048) -> RunConfig:
 TINY = total_parameters(_run("tiny").model)
 
 
-def _parameters_per_rank(config: RunConfig) -> list[int]:
-    return parameters_per_rank(config.model, config.parallel)
-
-
 def _activation_bytes(config: RunConfig) -> dict:
     return activation_bytes(config, cuda=True)
 
@@ -65,7 +61,7 @@ def _built_parameters(config: RunConfig) -> int:
 def test_parameters_are_those_of_transformers_and_of_the_model_that_trains(one_process, size):
     config = _run(size)
     assert total_parameters(config.model) == sum(p.numel() for p in _hf_model(config).parameters())
-    assert sum(_parameters_per_rank(config)) == _built_parameters(config)
+    assert sum(parameters_per_rank(config)) == _built_parameters(config)
 
 
 @pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
@@ -75,7 +71,7 @@ def test_parameters_of_every_family_are_those_of_transformers_and_of_the_model_t
     model = hf_families.family_model(name, tmp_path)
     config = hf_families.family_run(tmp_path)
     assert total_parameters(config.model) == sum(p.numel() for p in model.parameters())
-    assert sum(_parameters_per_rank(config)) == _built_parameters(config)
+    assert sum(parameters_per_rank(config)) == _built_parameters(config)
 
 
 # parameters that a token uses, as the models' cards and papers give them, in billions
@@ -94,7 +90,7 @@ def test_biases_are_cut_and_head_norms_are_not():
     plain, own = _run("tiny"), ("--add-qkv-bias", "--qk-layernorm")
     for tp_size, vectors in ((1, 8 * 16 + 2 * 16), (2, 8 * 16 // 2 + 2 * 16)):
         cut = f"--tensor-model-parallel-size={tp_size}"
-        more = _parameters_per_rank(_run("tiny", cut, *own))[0] - _parameters_per_rank(_run("tiny", cut))[0]
+        more = parameters_per_rank(_run("tiny", cut, *own))[0] - parameters_per_rank(_run("tiny", cut))[0]
         assert more == plain.model.num_layers * vectors
 
 
