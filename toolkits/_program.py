@@ -10,9 +10,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from patch.config.positions import VARIABLES
+
 ROOT = Path(__file__).resolve().parents[1]
 """Folder with patch, toolkits and examples: the repository, or the installed package."""
 LAUNCHER = ROOT / "examples" / "llama3_1" / "run_mcore_llama.sh"
+
+
+TRAIN = ROOT / "toolkits" / "train" / "__main__.py"
+"""The path holds in the repository and in an installed package."""
+_OF_RUNS = {*VARIABLES, "NPROC_PER_NODE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+
+
+def own_environment(**own: str) -> dict[str, str]:
+    """Return this process's environment without variables of the user's runs, and with the given ones."""
+    users = {name for name in os.environ if name in _OF_RUNS or name.startswith(("MP_", "SLURM_"))}
+    return {**{name: value for name, value in os.environ.items() if name not in users}, **own}
 
 
 class Ended(NamedTuple):

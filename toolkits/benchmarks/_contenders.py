@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -25,16 +26,20 @@ from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_op
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from patch import compat
 from patch.compat import corrections, cpu
 from patch.config.choices import PRECISIONS
 from patch.config.fields import FIELDS, assemble, coerce
 from patch.config.schema import RunConfig
 from patch.data import Batch
+from patch.device import DeviceContext
+from patch.distributed.collectives import max_over_world
+from patch.distributed.groups import alone
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.training.objectives.objective import Objective
 from patch.training.setup import Run, RunData, build_run_optimizer
 from patch.training.step import train_step
-from toolkits.benchmarks._measure import now, over_ranks
+from toolkits.benchmarks._measure import now
 
 _FIELDS: dict[str, Any] = {
     "rotary_base": 500000.0, "untie_embeddings_and_output_weights": True, "nproc_per_node": 1,
@@ -58,6 +63,31 @@ def run_config(seq_length: int, **fields: Any) -> RunConfig:
     values = {**_FIELDS, **dict.fromkeys(lengths, seq_length), **fields}
     words = {name: coerce(FIELDS[name], word, name) for name, word in values.items() if isinstance(word, str)}
     return assemble(values | words)
+
+
+@contextmanager
+def one_process() -> Iterator[tuple[DeviceContext, ProcessGroupCollection]]:
+    """Context with the device and the groups of one process with one thread, on a GPU if there is one."""
+    context = DeviceContext.select(0)
+    torch.set_num_threads(1)
+    compat.apply(cuda=context.is_cuda)
+    with alone(context) as groups:
+        yield context, groups
+
+
+def small_layer(
+    width: int, tokens: int, groups: ProcessGroupCollection, device: torch.device, **fields: Any
+) -> LlamaModel:
+    """Return a model of one layer with heads of 64.
+
+    Args:
+        fields: further fields of the run.
+    """
+    heads = dict.fromkeys(("num_attention_heads", "num_query_groups"), width // 64)
+    config = run_config(tokens, num_layers=1, hidden_size=width, kv_channels=64, **heads, **fields)
+    (model,) = stages = build_llama_model(config, groups, device)
+    initialize_weights(stages, config.model, seed=1)
+    return model
 
 
 class Contender:
@@ -153,7 +183,7 @@ def time_round(
         loss = contender.step()
     seconds = now(device) - begin
     contender.settle()
-    return over_ranks(seconds, device) / steps, loss
+    return max_over_world([seconds], device)[0] / steps, loss
 
 
 _REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
@@ -198,9 +228,7 @@ class UpstreamTrainer(LlamaTrainer):
         offload: share of the optimizer states on the CPU (HybridDeviceOptimizer with overlapped copies).
     """
 
-    def __init__(
-        self, *of_model: Any, overlap: Mapping[str, Any], offload: float = 0.0, **more: Any
-    ) -> None:
+    def __init__(self, *of_model: Any, overlap: Mapping[str, Any], offload: float = 0.0, **more: Any) -> None:
         super().__init__(*of_model, **more)
         config, (model,) = self.config, self.stages
         if self.device.type == "cpu":
@@ -246,22 +274,20 @@ class UpstreamTrainer(LlamaTrainer):
 
 
 class DeepSpeedTrainer(LlamaTrainer):
-    """DeepSpeed's ZeRO-2. On a GPU the optimizer states are on the host."""
+    """DeepSpeed's ZeRO-2 with the optimizer states on the host."""
 
     def __init__(self, *of_model: Any, **more: Any) -> None:
         import deepspeed  # optional
 
         super().__init__(*of_model, **more)
         config, (model,) = self.config, self.stages
-        zero: dict[str, Any] = {"stage": 2, "overlap_comm": True}
-        if self.device.type == "cuda":
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        on_host = {"device": "cpu", "pin_memory": True}
         settings = {
             "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
             "gradient_accumulation_steps": len(self.batches),
             "gradient_clipping": config.optimizer.clip_grad,
             "bf16": {"enabled": True},
-            "zero_optimization": zero,
+            "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": on_host},
             "optimizer": {"type": "AdamW", "params": {"lr": config.optimizer.lr}},
         }
         self._engine, *_ = deepspeed.initialize(

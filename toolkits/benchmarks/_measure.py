@@ -53,15 +53,6 @@ def time_call(call: Callable[[], Any], context: DeviceContext) -> Seconds:
     return Seconds(wall, 0.0 if context.is_cuda else time.process_time() - cpu)
 
 
-def over_ranks(
-    value: float, device: torch.device, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX
-) -> float:
-    """Return the maximum over all ranks, or the result of another reduction."""
-    found = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=operation)
-    return found.item()
-
-
 def take_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Return each contender's results by round. The order differs between rounds, but not between ranks."""
     found: dict[str, list[T]] = {name: [] for name in contenders}
@@ -141,7 +132,7 @@ def run_ranks(
         measure: a module-level function, called with the rank's device and `fields`. Its result is JSON.
         namespaces: network namespaces of `connected`, one per rank. Each rank is then bound to one core.
         on_gpu: whether the only rank has a GPU.
-        threads: threads per process, or 0 for torch's default.
+        threads: threads per process. A rank on a GPU has torch's default.
         environment: environment of the processes, or None for the environment of this process.
         fields: arguments of `measure`.
     Raises:
@@ -175,7 +166,8 @@ def _run_as_rank(rank: int, *work: Any) -> None:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     context = DeviceContext.select(rank) if on_gpu else CPU
-    torch.set_num_threads(threads or torch.get_num_threads())
+    if not on_gpu:
+        torch.set_num_threads(threads)
     compat.apply(cuda=context.is_cuda)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group(context.backend, store=store, rank=rank, world_size=world_size)
@@ -186,10 +178,10 @@ def _run_as_rank(rank: int, *work: Any) -> None:
     shutdown()
 
 
-def try_alone(measure: Callable[..., Any], timeout_s: float, **options: Any) -> Any:
-    """Call `run_ranks` with one rank; return None, and print a line to stderr, if it failed."""
+def try_on_gpu(measure: Callable[..., Any], timeout_s: float, **options: Any) -> Any:
+    """Call `run_ranks` with one rank, on a GPU; return None, and print a line to stderr, if it failed."""
     try:
-        return run_ranks(measure, 1, timeout_s, **options)
+        return run_ranks(measure, 1, timeout_s, on_gpu=True, **options)
     except (ProcessRaisedException, ProcessExitedException, TimeoutError) as error:
         print(f"failed: {measure.__name__} {options}: {error}", file=sys.stderr)
         return None

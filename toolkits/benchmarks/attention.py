@@ -23,7 +23,7 @@ from patch.features.backends import AttentionKernel, choose_backends
 from patch.model.attention.core_attention import CausalAttention
 from patch.plan.flops import attended_pairs, peak_flops
 from toolkits.benchmarks._contenders import SHAPE_8B, run_config
-from toolkits.benchmarks._measure import needs_gpu, try_alone
+from toolkits.benchmarks._measure import needs_gpu, try_on_gpu
 from toolkits.benchmarks._report import Aim, Report, table
 
 _LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -60,9 +60,7 @@ def run(arguments: argparse.Namespace) -> Report:
         if library and library not in machine.libraries:
             print(f"{name}: not run, {library} is not installed")
             continue
-        measured = try_alone(
-            measure, _TIMEOUT_S, on_gpu=True, contender=name, lengths=lengths, repeats=arguments.rounds
-        )
+        measured = try_on_gpu(measure, _TIMEOUT_S, contender=name, lengths=lengths, repeats=arguments.rounds)
         times[name] = {int(length): value for length, value in (measured or {}).items()}
     text = times_table(times, lengths, machine.cuda_name)
     return Report(text, aims_of(times, default_contender(machine)), {"milliseconds": times})

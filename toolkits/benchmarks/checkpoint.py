@@ -28,7 +28,8 @@ from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import Save
 from patch.distributed.groups import alone
-from patch.storage.names import iteration_name
+from patch.storage.atomic import sync
+from patch.storage.names import TRACKER, iteration_name
 from toolkits.benchmarks._measure import CPU, take_turns, time_call
 from toolkits.benchmarks._report import Aim, Report, Rounds
 
@@ -74,9 +75,7 @@ def _measure(root: Path, rounds: int) -> Rounds:
     def copy() -> None:
         (root / "copy").mkdir()
         for file in (root / iteration_name(0)).iterdir():
-            shutil.copyfile(file, root / "copy" / file.name)
-            with (root / "copy" / file.name).open("rb") as written:
-                os.fsync(written.fileno())
+            sync(shutil.copyfile(file, root / "copy" / file.name))
 
     def load() -> None:
         assert latest_iteration(root) == 0
@@ -111,4 +110,4 @@ def _clear(root: Path) -> None:
     """Remove all but the first checkpoint, and let the tracker name it."""
     for name in ("copy", iteration_name(1), iteration_name(2)):
         shutil.rmtree(root / name, ignore_errors=True)
-    (root / "latest_checkpointed_iteration.txt").write_text("0\n")
+    (root / TRACKER).write_text("0\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,11 +19,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from patch import compat
 from patch.device import DeviceContext
-from patch.distributed.groups import alone
-from patch.model import build_llama_model, initialize_weights
-from toolkits.benchmarks._contenders import run_config
+from toolkits.benchmarks._contenders import one_process, small_layer
 from toolkits.benchmarks._measure import time_in_turns
 from toolkits.benchmarks._report import Aim, Report
 
@@ -35,10 +33,7 @@ OPTIONS = {"--tokens": {"type": int, "default": 256, "help": "of each expert"}}
 
 def run(arguments: argparse.Namespace) -> Report:
     """Measure and report."""
-    context = DeviceContext.select(0)
-    torch.set_num_threads(1)
-    compat.apply(cuda=context.is_cuda)
-    with alone(context) as groups:
+    with one_process() as (context, groups):
         contenders = _contenders(arguments.tokens, groups, context)
         rounds, kind, found = time_in_turns(contenders, arguments.rounds, context)
     aims = [Aim(f"{kind} time of experts / of a dense MLP", found.ratio(OURS, DENSE), 1.15)]
@@ -51,20 +46,15 @@ def _contenders(
 ) -> dict[str, Callable[[], None]]:
     """Return functions that run forward and backward on the same rows."""
     width, rows = _WIDTH, _EXPERTS * tokens
-    shape = {
-        "num_layers": 1, "hidden_size": width, "ffn_hidden_size": 2 * width, "vocab_size": 64,
-        "num_attention_heads": width // 64, "num_query_groups": width // 64, "kv_channels": 64,
-        "precision": "bf16" if context.is_cuda else "fp32",
-    }  # fmt: skip
-    dense, mixed = (run_config(rows, **shape, **own) for own in ({}, {"num_experts": _EXPERTS}))
-    layers = []
-    for config in (dense, mixed):
-        stages = build_llama_model(config, groups, context.device)
-        initialize_weights(stages, config.model, seed=1)
-        layers.append(stages[0].decoder.layers[0].mlp)
-    mlp, ours = layers[0], layers[1].experts
+    precision = "bf16" if context.is_cuda else "fp32"
+    shape: dict[str, Any] = {"ffn_hidden_size": 2 * width, "vocab_size": 64, "precision": precision}
+    mlp, mixed = (
+        small_layer(width, rows, groups, context.device, **shape, **own).decoder.layers[0].mlp
+        for own in ({}, {"num_experts": _EXPERTS})
+    )
+    ours = mixed.experts
     parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    upstream = SequentialMLP(_EXPERTS, layers[1].config, parts, groups).to(context.device)
+    upstream = SequentialMLP(_EXPERTS, mixed.config, parts, groups).to(context.device)
     upstream.load_state_dict(ours.state_dict())
     torch.manual_seed(0)
     dtype = next(mlp.parameters()).dtype

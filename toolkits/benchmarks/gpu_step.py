@@ -30,7 +30,7 @@ from patch.launch.launcher import worker_environment
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step, peak_flops
 from toolkits.benchmarks._contenders import SHAPE_8B, Contender, OurTrainer, run_config, time_round
-from toolkits.benchmarks._measure import dearest_kernels, needs_gpu, take_turns, try_alone
+from toolkits.benchmarks._measure import dearest_kernels, needs_gpu, take_turns, try_on_gpu
 from toolkits.benchmarks._report import Aim, Report, ratio, table
 
 _SEQUENCES = (8192, 4096)
@@ -57,24 +57,19 @@ class Recipe(NamedTuple):
 FP8, _DELAYED = ({"precision": "fp8", "fp8_recipe": recipe} for recipe in ("tensorwise", "delayed"))
 _TE = "transformer_engine"
 _ENGINE = {"transformer_impl": _TE}
-_EXPERTS = {
-    "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 7168, "moe_layer_freq": "1",
-}  # fmt: skip
-"""A token needs the FLOPs of the MLP of LLaMA-3.1 8B."""
 CONTENDERS = {
     "local bf16": Recipe(),
     "TE bf16": Recipe(_ENGINE, library=_TE),
     "local fp8": Recipe(FP8),
     "TE fp8": Recipe(FP8 | _ENGINE, library=_TE),
     "TE fp8 delayed": Recipe(_DELAYED | _ENGINE, library=_TE),
-    "experts bf16": Recipe(_EXPERTS),
 }
 _FIELDS = {"precision": "bf16", "transformer_impl": "local", "lr": 1e-5, "min_lr": 1e-5}
 
 
-def options_of(contenders: Mapping[str, Recipe], default: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the benchmark's options: these contenders, and which of them are measured by default."""
-    which = {"choices": [*contenders], "default": default, "help": "which, the first is the base"}
+def options_of(contenders: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the benchmark's options: these contenders, all of which are measured by default."""
+    which = {"choices": contenders, "default": contenders, "help": "which, the first is the base"}
     return {
         "--layers": {"type": int, "default": 0, "help": "layers of the model (default: what fits)"},
         "--sequence": {"type": int, "nargs": "+", "default": _SEQUENCES, "help": "sequence lengths"},
@@ -82,8 +77,7 @@ def options_of(contenders: Mapping[str, Recipe], default: Sequence[str]) -> dict
     }
 
 
-# Without the contender with experts, whose weights need more memory.
-OPTIONS = options_of(CONTENDERS, [name for name in CONTENDERS if "experts" not in name])
+OPTIONS = options_of([*CONTENDERS])
 
 
 class Steps(NamedTuple):
@@ -152,8 +146,8 @@ def report_steps(
     recipes = {name: one for name, one in chosen.items() if not one.library or find_spec(one.library)}
     for length in arguments.sequence:
         layers = arguments.layers or layers_that_fit(machine, length, share)
-        rounds = try_alone(
-            measure, _TIMEOUT_S * len(recipes) * arguments.rounds, on_gpu=True, threads=0,
+        rounds = try_on_gpu(
+            measure, _TIMEOUT_S * len(recipes) * arguments.rounds,
             environment=worker_environment(step_run(Recipe(), layers, length), machine, os.environ),
             recipes=recipes, layers=layers, sequence=length,
             steps=_QUICK_STEPS if arguments.quick else _STEPS, rounds=arguments.rounds,

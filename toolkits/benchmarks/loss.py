@@ -11,15 +11,14 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch import compat
 from patch.device import DeviceContext
-from patch.distributed.groups import alone
-from patch.model import LossMask, build_llama_model, initialize_weights
-from toolkits.benchmarks._contenders import run_config
+from patch.model import LossMask
+from toolkits.benchmarks._contenders import one_process, small_layer
 from toolkits.benchmarks._measure import peak_bytes, time_in_turns
 from toolkits.benchmarks._report import Aim, Report
 
@@ -32,10 +31,7 @@ OPTIONS = {"--precision": {"choices": ("fp32", "bf16"), "default": "fp32", "help
 
 def run(arguments: argparse.Namespace) -> Report:
     """Measure and report."""
-    context = DeviceContext.select(0)
-    torch.set_num_threads(1)
-    compat.apply(cuda=context.is_cuda)
-    with alone(context) as groups:
+    with one_process() as (context, groups):
         contenders = _contenders(arguments.precision, groups, context)
         peaks = {name: peak_bytes(call, context.device) for name, call in contenders.items()}
         rounds, kind, found = time_in_turns(contenders, arguments.rounds, context)
@@ -56,13 +52,8 @@ def _contenders(
     precision: str, groups: ProcessGroupCollection, context: DeviceContext
 ) -> dict[str, Callable[[], None]]:
     """Return functions that compute the loss from the same hidden states, and its gradients."""
-    config = run_config(
-        _TOKENS, num_layers=1, hidden_size=_WIDTH, ffn_hidden_size=_WIDTH, num_attention_heads=_WIDTH // 64,
-        num_query_groups=_WIDTH // 64, kv_channels=64, vocab_size=_VOCAB_SIZE, precision=precision,
-    )  # fmt: skip
-    stages = build_llama_model(config, groups, context.device)
-    initialize_weights(stages, config.model, seed=1)
-    (model,) = stages
+    fields: dict[str, Any] = {"ffn_hidden_size": _WIDTH, "vocab_size": _VOCAB_SIZE, "precision": precision}
+    model = small_layer(_WIDTH, _TOKENS, groups, context.device, **fields)
     torch.manual_seed(0)
     weight = model.output_layer.weight
     hidden = torch.randn(_TOKENS, 1, _WIDTH, dtype=weight.dtype)

@@ -25,13 +25,14 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.async_collectives import CommHandle, WaitClock, start_all_gather, start_reduce_scatter
+from patch.distributed.collectives import max_over_world
 from patch.distributed.groups import initialize
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.buckets import buffer_group, flat_params
 from patch.plan.parameters import total_parameters
 from patch.plan.resolve import resolve_sharding, with_sharding
 from toolkits.benchmarks._contenders import Contender, OurTrainer, UpstreamTrainer, run_config, time_round
-from toolkits.benchmarks._measure import over_ranks, run_ranks, take_turns, time_call
+from toolkits.benchmarks._measure import run_ranks, take_turns, time_call
 from toolkits.benchmarks._report import COMMUNICATION, COMPUTE, Aim, Report, Rounds
 from toolkits.benchmarks._rig import MANY_TIMES, connected, let_layers_wait, set_speed
 
@@ -216,7 +217,7 @@ def compare(
 
     def communication() -> float:
         dist.barrier()
-        return over_ranks(time_call(messages, context).wall, context.device)
+        return max_over_world([time_call(messages, context).wall], context.device)[0]
 
     def step_of(contender: Contender) -> float:
         return time_round(contender, steps, context.device)[0]

@@ -25,18 +25,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from patch.config.choices import ZeroStage
 from patch.device import DeviceContext
 from patch.distributed.async_collectives import start_reduce_scatter
+from patch.distributed.collectives import max_over_world, sum_over
 from patch.distributed.groups import initialize
 from patch.plan.resolve import with_sharding
 from toolkits.benchmarks._contenders import Contender, LlamaTrainer, OurTrainer, masked_mean, run_config
-from toolkits.benchmarks._measure import over_ranks, run_ranks
+from toolkits.benchmarks._measure import run_ranks
 from toolkits.benchmarks._report import COMPUTE, Aim, Report, Rounds
 from toolkits.benchmarks._rig import connected, let_layers_wait
 from toolkits.benchmarks.overlap import WAIT_S, ComputeAlone, communicate, compare, sharded_run
 
 OURS, FSDP, FSDP_EXCHANGE = "ours", "fully_shard", "fully_shard, sums by exchange"
 _RANKS, _TIMEOUT_S = 2, 1200
-_FULL, _QUICK = (7, 2), (2, 2)
-"""Number of rounds, timed steps per round."""
+_STEPS = 2
+"""Timed steps per round."""
+ROUNDS = (7, 2)
 _MEMORY_SHAPE: dict[str, Any] = {
     "num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8,
     "num_query_groups": 4, "kv_channels": 64, "vocab_size": 2048,
@@ -45,9 +47,8 @@ _MEMORY_SHAPE: dict[str, Any] = {
 
 def run(arguments: argparse.Namespace) -> Report:
     """Measure and report."""
-    schedule = _QUICK if arguments.quick else _FULL
     with connected(_RANKS) as namespaces:
-        measured = run_ranks(measure, _RANKS, _TIMEOUT_S, namespaces=namespaces, schedule=schedule)
+        measured = run_ranks(measure, _RANKS, _TIMEOUT_S, namespaces=namespaces, rounds=arguments.rounds)
     # Freed memory returns to the system at once, so that resident memory is memory in use.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     peaks = run_ranks(measure_memory, _RANKS, _TIMEOUT_S, environment=environment)
@@ -119,13 +120,12 @@ class FsdpTrainer(LlamaTrainer):
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self.config.optimizer.clip_grad)
         self._adam.step()
         self._adam.zero_grad()
-        return over_ranks(loss.item(), self.device, dist.ReduceOp.SUM) / dist.get_world_size()
+        return sum_over(self.groups.dp_cp, [loss.item()], self.device)[0] / dist.get_world_size()
 
 
-def measure(context: DeviceContext, schedule: tuple[int, int]) -> dict[str, Any]:
+def measure(context: DeviceContext, rounds: int) -> dict[str, Any]:
     """Return the cable's speed and the seconds of all contenders, equal on all ranks."""
-    device, (rounds, steps) = context.device, schedule
-    config = sharded_run(_RANKS, 1)
+    device, config = context.device, sharded_run(_RANKS, 1)
     groups = initialize(config, context)
     wait = partial(let_layers_wait, wait_s=WAIT_S, rank=dist.get_rank())
     ours = OurTrainer(with_sharding(config, ZeroStage.PARAMETERS), groups, device, change=wait)
@@ -136,21 +136,21 @@ def measure(context: DeviceContext, schedule: tuple[int, int]) -> dict[str, Any]
         FSDP_EXCHANGE: FsdpTrainer(config, groups, device, wait, is_waiting=True, is_exchanging=True),
     }
     messages = partial(communicate, ours.run.optimizer, num_gathers=2)
-    return compare(contenders, messages, rounds, steps, context)
+    return compare(contenders, messages, rounds, _STEPS, context)
 
 
 def measure_memory(context: DeviceContext) -> dict[str, float]:
     """Return contender -> peak resident bytes of construction and three steps, on the rank with the most."""
-    config = run_config(
+    device, config = context.device, run_config(
         64, **_MEMORY_SHAPE, nproc_per_node=_RANKS, global_batch_size=_RANKS, precision="bf16",
     )  # fmt: skip
     groups = initialize(config, context)
     sharded = with_sharding(config, ZeroStage.PARAMETERS)
     builds: dict[str, Callable[[], Contender]] = {
-        OURS: partial(OurTrainer, sharded, groups, context.device),
-        FSDP: partial(FsdpTrainer, config, groups, context.device),
+        OURS: partial(OurTrainer, sharded, groups, device),
+        FSDP: partial(FsdpTrainer, config, groups, device),
     }
-    return {name: over_ranks(_resident_peak(build), context.device) for name, build in builds.items()}
+    return {name: max_over_world([_resident_peak(build)], device)[0] for name, build in builds.items()}
 
 
 def _resident_peak(build: Callable[[], Contender]) -> int:

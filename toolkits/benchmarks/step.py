@@ -35,6 +35,7 @@ from patch.convert.hf_config_files import transformers_family
 from patch.data import BatchReader, load_sft
 from patch.data.packing import PairSource
 from patch.device import DeviceContext, MachineFacts, usable_cores
+from patch.distributed.collectives import sum_over
 from patch.distributed.groups import initialize
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig
 from patch.families.shape import SHAPE_FIELDS
@@ -42,7 +43,7 @@ from patch.plan.memory import bytes_per_rank
 from patch.training.objectives.preference import Preference
 from patch.training.setup import Run
 from toolkits.benchmarks._contenders import Contender, OurTrainer, run_config, time_round
-from toolkits.benchmarks._measure import dearest_kernels, over_ranks, run_ranks, take_turns
+from toolkits.benchmarks._measure import dearest_kernels, run_ranks, take_turns
 from toolkits.benchmarks._report import Aim, NotRunError, Report, Rounds, ratio
 
 _STEPS, _BATCH, _TIMEOUT_S = 4, 4, 900
@@ -286,7 +287,7 @@ def measure(context: DeviceContext, rounds: int, steps: int, **case: Any) -> dic
     )
     # Losses of the first round: later, the contenders may route a token to different, nearly equal experts.
     losses = {name: timed[0][1] for name, timed in found.items()}
-    losses[PLAIN] = over_ranks(losses[PLAIN], context.device, dist.ReduceOp.SUM) / dist.get_world_size()
+    losses[PLAIN] = sum_over(run.groups.dp, [losses[PLAIN]], context.device)[0] / dist.get_world_size()
     return {
         "rounds": {name: [seconds for seconds, _ in timed] for name, timed in found.items()},
         "losses": losses,

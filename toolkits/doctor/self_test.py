@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -11,16 +10,12 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from toolkits._program import ROOT, run_program
+from toolkits._program import TRAIN, own_environment, run_program
 from toolkits.doctor.check import Finding, Settings
 from toolkits.quickstart.workspace import prepare
 
-_LAUNCHER = ROOT / "toolkits" / "train" / "__main__.py"
-"""The path holds in the repository and in an installed package."""
 _STEPS = 2
 _RUN_S = 240.0
-_SETTINGS = ("TOKENIZER_PATH", "OPTIMIZER_OFFLOAD_FRACTION")
-"""Variables of the user's runs that the test run must not get, besides MP_*."""
 
 
 def run_self_test(settings: Settings) -> Iterator[Finding]:
@@ -36,10 +31,9 @@ def run_self_test(settings: Settings) -> Iterator[Finding]:
         before = f"dsw auto 2 8 1e-3 1e-4 64 48 {precision} 1 1 1 false true true true none false {_STEPS}"
         positions = [*before.split(), str(space.train_data), "none", str(space.model), str(_STEPS), "1"]
         flags = ["--overlapped-distributed-optimizer", "--cache-dir", str(space.root / "cache")]
-        command = [sys.executable, str(_LAUNCHER), *positions, str(space.run), *flags]
-        users = {k: value for k, value in os.environ.items() if k not in _SETTINGS and k[:3] != "MP_"}
-        own = {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": str(processes)}
-        ended = run_program(command, _RUN_S, {**users, **own})
+        command = [sys.executable, str(TRAIN), *positions, str(space.run), *flags]
+        environment = own_environment(MP_DATASET_TYPE="raw", NPROC_PER_NODE=str(processes))
+        ended = run_program(command, _RUN_S, environment)
         if ended.code != 0:
             lines = "\n".join((ended.output + ended.error).splitlines()[-30:])
             cure = "the JSON report has the run's last lines; attach it to an issue"

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 
 from patch.config import RunConfig, to_yaml, user_message
 from patch.config.fields import check_choice, with_values
-from patch.config.positions import VARIABLES
 from patch.device import MachineFacts
 from patch.errors import ConfigError, TrainingError
 from patch.plan.planned_run import plan_run
@@ -41,7 +40,7 @@ from patch.storage.names import (
 from patch.text import counted
 from patch.training import OBJECTIVES
 from toolkits._arguments import ArgumentParser, at_dashes, exit_code_of, members, typed
-from toolkits._program import run_program
+from toolkits._program import own_environment, run_program
 from toolkits.prove.shrink import STEPS, Shrunk, shrink
 
 if TYPE_CHECKING:
@@ -54,8 +53,6 @@ _LIMIT_S = 600.0
 """Time limit of a run, on a machine with other work."""
 _LINES = 15
 """Lines of a failed run that are printed."""
-_NOT_OURS = {*VARIABLES, "NPROC_PER_NODE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-"""Variables of the user's runs that these runs must not get."""
 _WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -124,12 +121,11 @@ def _train(run: RunConfig, folder: Path, name: str, *, on_gpus: bool) -> None:
     """Train a run through our launcher. A failure raises TrainingError with the run's last lines."""
     file = folder / f"{name}.yaml"
     file.write_text(to_yaml(run), encoding="utf-8")
-    users = {key: value for key, value in os.environ.items() if key not in _NOT_OURS and key[:6] != "SLURM_"}
-    users["TMPDIR"] = str(folder)  # files that a killed launcher leaves are removed with it
+    environment = own_environment(TMPDIR=str(folder))  # removed with what a killed launcher leaves
     if not on_gpus:
-        users["CUDA_VISIBLE_DEVICES"] = ""
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     began = time.perf_counter()
-    ended = run_program([sys.executable, str(_WORKER), "--config", str(file)], _LIMIT_S, users)
+    ended = run_program([sys.executable, str(_WORKER), "--config", str(file)], _LIMIT_S, environment)
     if ended.code != 0:
         lines = "\n  ".join((ended.output + ended.error).splitlines()[-_LINES:])
         raise TrainingError(f"the run {name}: {ended.reason}; its last lines:\n  {lines}")

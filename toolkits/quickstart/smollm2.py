@@ -22,7 +22,7 @@ from patch.data.sft.options import user_cache
 from patch.errors import ConversionError
 from patch.storage.lock import wait_for_cache
 from patch.storage.text_files import read_small
-from toolkits._program import ROOT, run_program, run_training
+from toolkits._program import TRAIN, run_program, run_training
 from toolkits.quickstart.workspace import Workspace, emptied
 
 _REQUIREMENTS = {
@@ -126,7 +126,7 @@ def main(output: Path, precision: str, more_flags: Sequence[str], *, is_full: bo
     words = [str(word) for flag in flags.items() for word in flag]
     words += ["--sft", "--packing", "--export-hf", *(_FULL if is_full else _LORA), *more_flags]
     print(f"[2/3] llama-patch train {' '.join(words)}", flush=True)
-    command = [sys.executable, str(ROOT / "toolkits/train/__main__.py"), *words]
+    command = [sys.executable, str(TRAIN), *words]
     if code := run_training(command, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}):
         return code
     print(f"[3/3] after {time.monotonic() - begin:.0f} s it answers:", flush=True)

@@ -17,7 +17,6 @@ _ONES = (
     "sixteen seventeen eighteen nineteen"
 ).split()
 _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
-_MONTHS = "January February March April May June July August September October November December".split()
 _CURRENCIES = {"dollars": "$", "euros": "EUR ", "francs": "CHF ", "rupees": "INR "}
 _NAMES = "Ada Ben Chen Dora Emil Fatima Goran Hana Igor Jane Kofi Lena Nora Omar Petra Ravi Sofia".split()
 _CITIES = "Oslo Lima Cairo Paris Delhi Accra Quito Kyoto Porto Turin Perth Miami Dakar Riga Bonn Lyon".split()
@@ -59,9 +58,8 @@ def _number(rng: random.Random) -> Example:
 
 def _date(rng: random.Random) -> Example:
     day = date.fromordinal(rng.randrange(date(1950, 1, 1).toordinal(), date(2050, 1, 1).toordinal()))
-    month = _MONTHS[day.month - 1]
-    forms = ("{month} {day}, {year}", "{day} {month} {year}", "{day} of {month}, {year}")
-    spelled = rng.choice(forms).format(month=month, day=day.day, year=day.year)
+    forms = ("{0:%B} {0.day}, {0.year}", "{0.day} {0:%B} {0.year}", "{0.day} of {0:%B}, {0.year}")
+    spelled = rng.choice(forms).format(day)
     return Example("date", DATE_INSTRUCTION, spelled, day.isoformat())
 
 
