@@ -13,9 +13,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from patch.config.schema import ModelConfig
 from patch.convert.hf_reader import HFFolder
 from patch.convert.live_weights import mapped_parameters
-from patch.families.adapters import hf_tensors
-from patch.families.weights import OUTPUT
-from patch.preflight.model_of_folder import further_layers
+from patch.preflight.weight_files import check_headers
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -49,14 +47,11 @@ def compare_weights(
     Raises:
         ConversionError: the folder cannot be read, or lacks a tensor of its model.
     """
-    expected = hf_tensors(dataclasses.replace(model, untie_embeddings_and_output_weights=not is_tied))
-    missing = {tensor.name for tensor in expected}
+    source = HFFolder(folder)
+    check_headers(source, dataclasses.replace(model, untie_embeddings_and_output_weights=not is_tied))
+    missing = {tensor.name for tensor in source.tensors}
     differences: list[WeightDifference] = []
     rounded = False
-    source = HFFolder(folder)
-    last = model.num_layers + further_layers(folder)
-    unused = frozenset({OUTPUT} if is_tied else ())
-    source.check(expected, unused=unused, further=range(model.num_layers, last))
     for weight in mapped_parameters([stage], model, tp_size=1):
         parts = weight.mapping.megatron_to_hf([weight.parameter.cpu()])
         ours = {tensor.name: part for tensor, part in zip(weight.mapping.hf, parts, strict=True)}
@@ -69,7 +64,7 @@ def compare_weights(
         differences += _differences(ours, {name: tensor.to(dtype) for name, tensor in theirs.items()})
         missing -= set(ours)
     differences += [WeightDifference(name, "is not in the checkpoint") for name in sorted(missing)]
-    return WeightComparison(len(expected), rounded, differences)
+    return WeightComparison(len(source.tensors), rounded, differences)
 
 
 def _differences(

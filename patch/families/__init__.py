@@ -131,7 +131,7 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
         name: family
         for name, family in FAMILIES.items()
         if _with_flags(family, model, traits) == traits
-        and (family.slides is not None or not slides)
+        and (family.slides_from is not None or not slides)
         and {*model.own_fields} <= family.own_fields
         and family.computes(model)
     }

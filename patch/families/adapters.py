@@ -23,6 +23,8 @@ from patch.flag_field import flag
 ALL_LINEAR = "all-linear"
 INSIDE = ".adapters."
 """Part of the name of every adapter parameter, and of no other parameter."""
+FIRST_FACTOR = ".lora_A.weight"
+"""End of the name of every A."""
 SECOND_FACTOR = ".lora_B.weight"
 """End of the name of every B, which begins with zeros."""
 PEFT_PREFIX = "base_model.model."
@@ -124,7 +126,7 @@ def adapters_of(model: ModelConfig, adapter: AdapterConfig) -> tuple[Adapter, ..
 
 def factor_names(tensor: str) -> tuple[str, str]:
     """Return the names of A and B of a Hugging Face tensor in a PEFT folder, without PEFT_PREFIX."""
-    return f"{_module(tensor)}.lora_A.weight", f"{_module(tensor)}{SECOND_FACTOR}"
+    return f"{_module(tensor)}{FIRST_FACTOR}", f"{_module(tensor)}{SECOND_FACTOR}"
 
 
 def targets_are_there(model: ModelConfig, adapter: AdapterConfig) -> None:
@@ -152,14 +154,8 @@ def adapter_rows(model: ModelConfig, adapter: AdapterConfig) -> tuple[WeightRow,
 
 def hf_tensors(model: ModelConfig, adapter: AdapterConfig | None = None) -> list[HFTensor]:
     """Return every tensor that a Hugging Face folder of this model, or of its adapters, must contain."""
-    tensors = {
-        name.replace("*", str(layer)).replace("#", str(expert)): shape
-        for row in (stored_rows(model) if adapter is None else adapter_rows(model, adapter))
-        for layer in row.layers
-        for expert in range(row.num_experts)
-        for name, shape in row.hf.items()
-    }
-    return [HFTensor(*each) for each in tensors.items()]
+    rows = stored_rows(model) if adapter is None else adapter_rows(model, adapter)
+    return [*dict.fromkeys(tensor for row in rows for layer in row.layers for tensor in row.tensors(layer))]
 
 
 def loads_whole(model: ModelConfig, adapter: AdapterConfig) -> bool:
@@ -255,10 +251,8 @@ def read_adapter(config: ConfigReader, model: ModelConfig) -> AdapterConfig:
         config.refuse("task_type", task, "CAUSAL_LM")
     if (initial := config.values.get("init_lora_weights")) not in _SAME_BASE:
         config.refuse("init_lora_weights", initial, "true: this initialization also changes the base weights")
-    rank, alpha = config.integer("r", at_most=MOST_RANK), config.number("lora_alpha")
+    rank, alpha = config.integer("r", at_least=1, at_most=MOST_RANK), config.number("lora_alpha")
     dropout = config.number("lora_dropout", 0.0)
-    if rank < 1:
-        config.refuse("r", rank, "at least 1")
     if alpha <= 0:
         config.refuse("lora_alpha", alpha, "more than 0")
     if not 0 <= dropout < 1:
@@ -300,12 +294,8 @@ def write_adapter(model: ModelConfig, adapter: AdapterConfig, base: str | None) 
     chosen = adapters_of(model, adapter)
     names = sorted({each.name for each in chosen})
     if adapters_of(model, dataclasses.replace(adapter, lora_target_modules=",".join(names))) != chosen:
-        names = [
-            _module(each.target).replace("*", str(layer)).replace("#", str(expert))
-            for each in chosen
-            for layer in each.base.layers
-            for expert in range(each.base.num_experts)
-        ]
+        first = (tensor for each in chosen for layer in each.a.layers for tensor in each.a.tensors(layer))
+        names = [tensor.name.removesuffix(FIRST_FACTOR) for tensor in first]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

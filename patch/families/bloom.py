@@ -7,22 +7,14 @@ each model. The tokenizer has 250,680 words; the embedding is padded to 250,880 
 
 from __future__ import annotations
 
-from collections.abc import Set
 from functools import partial
 from typing import Any
 
-from patch.families.config_json import ConfigReader, set_keys
+from patch.families.config_json import ConfigReader
 from patch.families.family import Family
 from patch.families.shape import ALIBI_POSITIONS, UNUSED_ROTARY_BASE, ModelConfig, Traits, preset
 from patch.families.weights import rows_named
 
-_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "norm_epsilon": "layer_norm_epsilon",
-}
 
 class _Bloom(Family):
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
@@ -42,19 +34,11 @@ class _Bloom(Family):
         super().write_type(described, model)
         described.pop("hidden_act")
 
-    def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
-        changed = {key: getattr(model, field) for field, key in _KEYS.items() if field in fields}
-        set_keys(described, self.model_type, changed)
-        if "untie_embeddings_and_output_weights" in fields:
-            described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-
     def computes(self, model: ModelConfig) -> bool:
         """BLOOM's class has no grouped heads; its only widths are hidden and 4 x hidden."""
         hidden, heads = model.hidden_size, model.num_attention_heads
-        if not super().computes(model):
-            return False
         has_its_widths = model.ffn_hidden_size == 4 * hidden and model.kv_channels * heads == hidden
-        return has_its_widths and model.num_query_groups == heads
+        return super().computes(model) and has_its_widths and model.num_query_groups == heads
 
 
 _NAMES = {
@@ -87,6 +71,13 @@ BLOOM = _Bloom(
         position_embedding_type="alibi",
         embedding_norm=True,
     ),
+    shape_keys={
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "norm_epsilon": "layer_norm_epsilon",
+    },
     rows=partial(rows_named, _NAMES, joined={"query_key_value": "q_proj"}, is_grouped=True),
     presets={
         "bloom-560m": _preset(24, 1024, 16),

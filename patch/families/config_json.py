@@ -6,6 +6,7 @@ transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes bot
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -95,16 +96,20 @@ class ConfigReader:
             self.refuse(key, value, "true or false")
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None, *, at_most: int | None = None) -> int:
+    def integer(
+        self, key: str, default: int | None = None, *, at_least: int | None = None, at_most: int | None = None
+    ) -> int:
         """Return a whole number, or `default` if the key is absent or null.
 
         Raises:
-            ConfigError: the value is missing without a default, is no whole number, or exceeds `at_most`.
+            ConfigError: the value is missing without a default, is no whole number, or is out of bounds.
         """
         value = self.values.get(key)
         number = to_int(default if value is None else value)
         if number is None:
             self.refuse(key, value, "a whole number")
+        if at_least is not None and number < at_least:
+            self.refuse(key, number, f"at least {at_least}")
         if at_most is not None and number > at_most:
             self.refuse(key, value, f"at most {at_most}")
         return number
@@ -118,13 +123,11 @@ class ConfigReader:
         return number
 
 
-_LLAMA3: dict[str, str] = {
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_max_position",
-}
-_YARN: dict[str, str] = {
-    "original_max_position_embeddings": "rope_original_max_position",
+_OUTSIDE = "original_max_position_embeddings"
+"""Key that some files have outside of the RoPE object; transformers prefers this place."""
+_ORIGINAL = {_OUTSIDE: "rope_original_max_position"}
+_LLAMA3 = {"low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor"}
+_YARN = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
     "truncate": "yarn_correction_range_round_to_int",
@@ -132,7 +135,12 @@ _YARN: dict[str, str] = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
-_TYPES: dict[str, dict[str, str]] = {"llama3": _LLAMA3, "linear": {}, "dynamic": {}, "yarn": _YARN}
+_TYPES: dict[str, dict[str, str]] = {
+    "llama3": {**_LLAMA3, **_ORIGINAL},
+    "linear": {},
+    "dynamic": {},
+    "yarn": {**_ORIGINAL, **_YARN},
+}
 """`rope_type` -> key -> ModelConfig's field, in addition to the factor that all types have."""
 
 ROPE_FIELDS: frozenset[str] = frozenset(
@@ -141,19 +149,8 @@ ROPE_FIELDS: frozenset[str] = frozenset(
     | {field for fields in _TYPES.values() for field in fields.values()}
 )
 
-_IMPLIED: dict[str, Any] = {
-    "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0,
-    "yarn_correction_range_round_to_int": True,
-    "yarn_attention_factor": None,
-    "mscale": None,
-    "mscale_all_dim": None,
-}
+_IMPLIED = {each.name: each.default for each in fields(ModelConfig) if each.name in _YARN.values()}
 """Fields whose keys are left out if they have these values, which transformers assumes anyway."""
-
-_OUTSIDE = "original_max_position_embeddings"
-"""Key that some files have outside of the RoPE object; transformers prefers this place."""
-
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types`, and in the `rope_parameters` of families with a RoPE for the window."""
@@ -165,13 +162,13 @@ def read_rope(config: ConfigReader, own: Set[str] = frozenset()) -> dict[str, An
     `own` are the OWN_FIELDS of the family.
     """
     rope = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
-    fields: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if "rotary_base_local" in own:
         local = config.values.get("rope_parameters", {}) if isinstance(rope, dict) else {}
         local = ConfigReader(config.file, (local or {}).get(SLIDING) or {})
         local.accept_only({"rope_type": "default"})
         base = config.number("rope_local_base_freq", config.number("rope_theta", 10000.0))
-        fields["rotary_base_local"] = local.number("rope_theta", base)
+        found["rotary_base_local"] = local.number("rope_theta", base)
         rope = rope.get(FULL) or ({} if SLIDING in rope else rope)
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         config.refuse("rope_parameters", rope, "an object for all layers alike")
@@ -183,37 +180,34 @@ def read_rope(config: ConfigReader, own: Set[str] = frozenset()) -> dict[str, An
         config.refuse("rope_type", rope_type, f"one of {known}: no other scaling is supported")
     if "rotary_percent" in own:
         share = config.number("partial_rotary_factor", 1.0)
-        fields["rotary_percent"] = inner.number("partial_rotary_factor", share)
+        found["rotary_percent"] = inner.number("partial_rotary_factor", share)
     else:
         inner.accept_only({"partial_rotary_factor": 1.0})
     if "llama_4_scaling_beta" in own:
-        fields["llama_4_scaling_beta"] = inner.number("llama_4_scaling_beta", 0.0) or None
-    fields |= {"rotary_base": base, "use_rope_scaling": rope_type != "default"}
+        found["llama_4_scaling_beta"] = inner.number("llama_4_scaling_beta", 0.0) or None
+    found |= {"rotary_base": base, "use_rope_scaling": rope_type != "default"}
     if rope_type != "default":
-        fields |= {"rope_scaling_type": rope_type} | _read_scaling(config, inner, rope_type)
-    return fields
+        found |= {"rope_scaling_type": rope_type} | _read_scaling(config, inner, rope_type)
+    return found
 
 
 def _read_scaling(config: ConfigReader, rope: ConfigReader, rope_type: str) -> dict[str, Any]:
     if rope_type in ("linear", "dynamic"):
         return {"rope_scaling_factor": rope.number("factor")}
     longest = config.integer("max_position_embeddings")
-    original = config.integer(_OUTSIDE, rope.integer(_OUTSIDE, longest))
-    if original < 1:
-        config.refuse(_OUTSIDE, original, "at least 1")
+    original = config.integer(_OUTSIDE, rope.integer(_OUTSIDE, longest), at_least=1)
+    factor = rope.number("factor", longest / original if rope_type == "yarn" else None)
+    found: dict[str, Any] = {"rope_scaling_factor": factor, "rope_original_max_position": original}
     if rope_type == "llama3":
-        fields = {field: rope.number(key) for key, field in _LLAMA3.items() if key != _OUTSIDE}
-        return {"rope_scaling_factor": rope.number("factor"), "rope_original_max_position": original} | fields
-    is_stated = rope.values.get("attention_factor") is not None
-    return {
-        "rope_scaling_factor": rope.number("factor", longest / original),
-        "rope_original_max_position": original,
-        "yarn_beta_fast": rope.number("beta_fast", 0.0) or _IMPLIED["yarn_beta_fast"],
-        "yarn_beta_slow": rope.number("beta_slow", 0.0) or _IMPLIED["yarn_beta_slow"],
-        "yarn_correction_range_round_to_int": rope.boolean("truncate", True),
-        "yarn_attention_factor": rope.number("attention_factor") if is_stated else None,
-        **{key: rope.number(key, 0.0) or None for key in ("mscale", "mscale_all_dim")},
-    }
+        return found | {field: rope.number(key) for key, field in _LLAMA3.items()}
+    for key, field in _YARN.items():
+        if key == "truncate":
+            found[field] = rope.boolean(key, True)
+        elif rope.values.get(key) is None:
+            found[field] = _IMPLIED[field]
+        else:  # an attention factor of 0 is one
+            found[field] = rope.number(key) or (0.0 if key == "attention_factor" else _IMPLIED[field])
+    return found
 
 
 def write_rope(

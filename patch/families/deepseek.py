@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from patch.families.config_json import ConfigReader
 from patch.families.experts import ExpertsFamily
+from patch.families.family import Family
 from patch.families.layers import expert_layers
 from patch.families.shape import ModelConfig, RouterScore, Traits, preset
 from patch.families.weights import WeightRow, rows_named
@@ -60,9 +61,8 @@ class DeepSeekExperts(ExpertsFamily):
 
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         """Return ModelConfig's fields; see Family."""
-        shared, factor = config.integer("n_shared_experts"), config.number("routed_scaling_factor")
-        if shared < 1:
-            config.refuse("n_shared_experts", shared, "at least 1")
+        shared = config.integer("n_shared_experts", at_least=1)
+        factor = config.number("routed_scaling_factor")
         _check_quantization(config)
         fields = super().read_config(config)
         of_v3 = {"moe_router_pre_softmax": False} if self.score == "sigmoid" else {}
@@ -101,7 +101,7 @@ class DeepSeekExperts(ExpertsFamily):
         with_experts, shared = expert_layers(model), model.moe_shared_expert_intermediate_size
         is_sigmoid = self.score == "sigmoid"
         return bool(
-            with_experts
+            Family.computes(self, model)
             and len(with_experts) == model.num_layers - with_experts[0]
             and with_experts[-1] == model.num_layers - 1
             and shared
@@ -137,8 +137,7 @@ class _DeepSeek(DeepSeekExperts):
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         query = config.values["q_lora_rank"]
         for key in (*_LATENT_KEYS.values(), *(["q_lora_rank"] if query is not None else [])):
-            if (size := config.integer(key)) < 1:
-                config.refuse(key, size, "at least 1")
+            config.integer(key, at_least=1)
         heads = config.integer("num_attention_heads")
         if config.integer("num_key_value_heads", heads) != heads:
             expected = f"{heads}: each head has a key and a value"
@@ -152,21 +151,14 @@ class _DeepSeek(DeepSeekExperts):
 
     def computes(self, model: ModelConfig) -> bool:
         is_other = model.use_rope_scaling and model.rope_scaling_type != "yarn"
-        is_latent = model.is_latent and model.num_query_groups == model.num_attention_heads
-        return is_latent and not is_other and super().computes(model)
+        has_groups = model.num_query_groups != model.num_attention_heads
+        return not (is_other or has_groups) and super().computes(model)
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         head = {"head_dim": model.qk_pos_emb_head_dim} if "head_dim" in described else {}
         super().write_shape(described, model, fields)
         described.pop("head_dim", None)
         described |= head
-
-
-class _Glm(DeepSeekExperts):
-    """DeepSeek's experts after attention of grouped heads, which may have biases and norms."""
-
-    def computes(self, model: ModelConfig) -> bool:
-        return not model.is_latent and super().computes(model)
 
 
 def _check_quantization(config: ConfigReader) -> None:
@@ -244,7 +236,7 @@ DEEPSEEK_V3 = _DeepSeek(
     },
 )  # fmt: skip
 
-GLM4_MOE = _Glm(
+GLM4_MOE = DeepSeekExperts(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     fields=frozenset({"rotary_percent"}),
@@ -259,5 +251,6 @@ GLM4_MOE = _Glm(
         ),
     },
 )  # fmt: skip
+"""DeepSeek's experts after attention of grouped heads, which may have biases and norms."""
 
 ALL = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from patch.families.config_json import ConfigReader
 from patch.families.family import ATTENTION_BIAS, BIASES, Family
 from patch.families.shape import ModelConfig, Traits, preset
 
@@ -58,14 +57,6 @@ LLAMA = Family(
 )
 
 
-def _slides(config: ConfigReader) -> bool:
-    """Whether all layers have a sliding window; refuses models where only some layers have one."""
-    num_full = config.integer("max_window_layers", 28)
-    if 0 < num_full < config.integer("num_hidden_layers"):
-        config.refuse("max_window_layers", num_full, "the same attention in all layers")
-    return num_full <= 0
-
-
 def _window_keys(model: ModelConfig) -> dict[str, Any]:
     """Keys of the window; layers from number `max_window_layers` on have it."""
     slides = model.window_size is not None
@@ -75,7 +66,7 @@ def _window_keys(model: ModelConfig) -> dict[str, Any]:
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    slides=lambda config: True,
+    slides_from=0,
 )
 """In version 0.1 all layers have the window."""
 
@@ -83,7 +74,7 @@ QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     traits=Traits(add_qkv_bias=True),
-    slides=_slides,
+    slides_from=28,
     type_keys=_window_keys,
 )
 
@@ -92,7 +83,7 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     traits=Traits(qk_layernorm=True),
     switches=ATTENTION_BIAS,
-    slides=_slides,
+    slides_from=28,
     type_keys=_window_keys,
 )
 

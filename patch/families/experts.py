@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from patch.families.config_json import ConfigReader
-from patch.families.dense import MISTRAL
 from patch.families.family import Family
 from patch.families.layers import EVERY_LAYER, expert_layers, layers_text
 from patch.families.shape import MOST_EXPERTS, ModelConfig, Traits, preset
@@ -55,10 +54,8 @@ class ExpertsFamily(Family):
 
     def _expert_layers(self, config: ConfigReader, num_layers: int) -> list[int]:
         """Layers with experts: every `decoder_sparse_step`th, without `mlp_only_layers`."""
-        step = config.integer("decoder_sparse_step", 1) if self.has_layer_choice else 1
-        if step < 1:
-            config.refuse("decoder_sparse_step", step, "at least 1")
-        dense = config.values.get("mlp_only_layers") if self.has_layer_choice else None
+        step = config.integer("decoder_sparse_step", 1, at_least=1)
+        dense = config.values.get("mlp_only_layers")
         if dense is not None and not (isinstance(dense, list) and all(type(n) is int for n in dense)):
             config.refuse("mlp_only_layers", dense, "a list of layers' numbers")
         without = {*(dense or ())}
@@ -74,8 +71,7 @@ class ExpertsFamily(Family):
         has_own_width = self.has_layer_choice or model.expert_width == model.ffn_hidden_size
         is_plain = model.moe_layer_freq == EVERY_LAYER and not model.moe_router_pre_softmax
         return bool(
-            model.num_experts
-            and not model.is_latent
+            super().computes(model)
             and (has_shared and is_gated if shared else not has_shared)
             and has_own_width
             and (self.has_layer_choice or is_plain)
@@ -152,7 +148,7 @@ def _qwen3(*size: int, width: int) -> dict[str, Any]:
 MIXTRAL = ExpertsFamily(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    slides=MISTRAL.slides,
+    slides_from=0,
     rows=partial(rows_named, _MIXTRAL_NAMES),
     sizes={"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
     own_of_router=frozenset({"weights"}),

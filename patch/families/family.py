@@ -22,7 +22,7 @@ from patch.families.layers import layers_with_window, skipped_text
 from patch.families.shape import MOST_LAYERS, OWN_FIELDS, TRAIT_FIELDS, ModelConfig, Traits
 from patch.families.weights import WeightRow, dense_rows
 
-_SIZES: dict[str, str] = {
+_SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "ffn_hidden_size": "intermediate_size",
@@ -32,9 +32,6 @@ _SIZES: dict[str, str] = {
     "kv_channels": "head_dim",
     "max_position_embeddings": "max_position_embeddings",
 }
-_KEYS = {**_SIZES, "norm_epsilon": "rms_norm_eps"}
-"""ModelConfig's field -> config.json's key of the same value; `_SIZES` are whole numbers."""
-
 
 ATTENTION_BIAS = {"add_proj_bias": "attention_bias"}
 """For `Family.switches`: the key is also that of biases of queries, keys and values."""
@@ -58,14 +55,16 @@ class Family:
     """MODEL_SIZE -> ModelConfig's fields. Fields that a size leaves out keep their defaults."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that a config.json may lack: the defaults of the class in transformers."""
-    slides: Callable[[ConfigReader], bool] | None = None
-    """Whether layers use `sliding_window` if no `layer_types` say it, or None if they never do."""
+    slides_from: int | None = None
+    """First layer with `sliding_window` if config.json does not say it, or None if no layer has one."""
     type_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """Keys for traits that only this family's config.json has."""
     fields: Set[str] = frozenset()
     """Traits that are flags, and OWN_FIELDS, in which its models differ, beside the next two tables."""
     numbers: Mapping[str, str] = field(default_factory=dict)
     """One of OWN_FIELDS -> config.json's key of the same number; null is None."""
+    shape_keys: Mapping[str, str] = field(default_factory=lambda: {**_SIZES, "norm_epsilon": "rms_norm_eps"})
+    """Field of the parts that all families have -> config.json's key of the same value, as it is written."""
     sizes: Mapping[str, str] = field(default_factory=dict)
     """Field of further parts of its layers -> config.json's key of the same whole number."""
     switches: Mapping[str, str] = field(default_factory=dict)
@@ -93,9 +92,8 @@ class Family:
         """
         config = config.with_defaults(self.defaults)
         config.accept_only({self.activation_key: self.traits.activation})
-        hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-        if heads < 1:
-            config.refuse("num_attention_heads", heads, "at least 1")
+        hidden = config.integer("hidden_size")
+        heads = config.integer("num_attention_heads", at_least=1)
         config.integer("num_hidden_layers", at_most=MOST_LAYERS)
         switches = {name: config.boolean(key, False) for name, key in self.switches.items()}
         has_qkv_bias = self.traits.add_qkv_bias or switches.get("add_proj_bias", False)
@@ -129,32 +127,35 @@ class Family:
 
     def computes(self, model: ModelConfig) -> bool:
         """Return whether the class in transformers, given its traits, has these parts and widths."""
-        return model.num_experts is None and not model.is_latent
+        has_experts, is_latent = "num_experts" in self.sizes, "kv_lora_rank" in self.sizes
+        return (bool(model.num_experts), model.is_latent) == (has_experts, is_latent)
 
     def _window(self, config: ConfigReader) -> dict[str, Any]:
         """Fields of the window. Hugging Face's window length counts the token itself, ours does not."""
         number, kinds = config.integer("num_hidden_layers"), config.values.get("layer_types")
-        window, decide = config.values.get("sliding_window"), self.slides
-        if window is None or not config.boolean("use_sliding_window", True):
-            decide = None
-        legal = [[FULL] * number, *([[SLIDING] * number] if decide else ())]
-        if decide and self.full_every is not None:
+        is_there = self.slides_from is not None and config.values.get("sliding_window") is not None
+        slides = is_there and config.boolean("use_sliding_window", True)
+        legal = [[FULL] * number, *([[SLIDING] * number] if slides else ())]
+        if slides and self.full_every is not None:
             every = config.integer("sliding_window_pattern", self.full_every)
             kinds = kinds or [SLIDING if (n + 1) % every else FULL for n in range(number)]
             if len(kinds) != number or not {*kinds} <= {FULL, SLIDING}:
                 config.refuse("layer_types", kinds, f"{FULL} or {SLIDING} for each of {number} layers")
         elif kinds is None:
-            kinds = legal[int(decide is not None and decide(config))]
+            first = config.integer("max_window_layers", self.slides_from) if slides else number
+            if 0 < first < number:
+                config.refuse("max_window_layers", first, "the same attention in all layers")
+            kinds = legal[int(slides and first <= 0)]
         elif kinds not in legal:
             words = " or ".join(each[0] for each in legal)
             config.refuse("layer_types", kinds, f"{words} for all {number} layers")
-        slides = [n for n, kind in enumerate(kinds) if kind == SLIDING]
-        if not slides:
+        with_window = [n for n, kind in enumerate(kinds) if kind == SLIDING]
+        if not with_window:
             return {"window_size": None}
-        if config.integer("sliding_window") < 1:
-            config.refuse("sliding_window", window, "at least 1")
-        skipped = skipped_text([n for n in range(number) if n not in slides], slides, number)
-        fields = {"window_size": (config.integer("sliding_window") - 1, 0)}
+        window = config.integer("sliding_window", at_least=1)
+        without = [n for n in range(number) if n not in with_window]
+        skipped = skipped_text(without, with_window, number)
+        fields = {"window_size": (window - 1, 0)}
         return fields if self.full_every is None else {**fields, "window_attn_skip_freq": skipped}
 
     def write_type(self, described: dict[str, Any], model: ModelConfig) -> None:
@@ -165,7 +166,7 @@ class Family:
         described |= {key: getattr(model, name) for name, key in self.switches.items()}
         if {"rotary_base_local", "llama_4_scaling_beta"} & self.own_fields:  # no keys of transformers 4
             described["rope_parameters"] = {}
-        if self.slides is not None:
+        if self.slides_from is not None:
             described["sliding_window"] = window_length(model)
         if self.full_every is not None:
             slides = layers_with_window(model)
@@ -174,10 +175,10 @@ class Family:
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         """Set the keys of config.json for some `fields` of the model, without the keys of `write_type`."""
-        keys = {**_KEYS, **self.numbers, **self.sizes}
+        keys = {**self.shape_keys, **self.numbers, **self.sizes}
         changed = {key: getattr(model, field) for field, key in keys.items() if field in fields}
         set_keys(described, self.model_type, changed)
         if "untie_embeddings_and_output_weights" in fields:
             described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-        if fields & ROPE_FIELDS or "rope_parameters" in described:
+        if self.traits.has_rope and (fields & ROPE_FIELDS or "rope_parameters" in described):
             write_rope(described, model, self.own_fields, self.local_base_key)

@@ -22,9 +22,7 @@ class _SmolLM3(Family):
         """Every Nth layer has no RoPE, or those with 0 in `no_rope_layers`."""
         fields, marks = super().read_config(config), config.values.get("no_rope_layers")
         number = fields["num_layers"]
-        step = config.integer("no_rope_layer_interval", 4)
-        if marks is None and step < 1:
-            config.refuse("no_rope_layer_interval", step, "at least 1")
+        step = config.integer("no_rope_layer_interval", 4, at_least=1 if marks is None else None)
         if marks is None:
             marks = [int((n + 1) % step != 0) for n in range(number)]
         if not isinstance(marks, list) or len(marks) != number or not {*marks} <= {0, 1}:
@@ -57,7 +55,7 @@ OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
     traits=OLMO2.traits,
-    slides=lambda config: True,
+    slides_from=0,
     full_every=4,
     fields=frozenset({"window_attn_skip_freq", "rotary_base_local"}),
     switches=ATTENTION_BIAS,
@@ -81,7 +79,7 @@ GRANITE = Family(
 MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
-    slides=lambda config: True,
+    slides_from=0,
     fields=frozenset({"llama_4_scaling_beta"}),
 )
 
@@ -104,7 +102,7 @@ GLM4 = Family(
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    slides=lambda config: True,
+    slides_from=0,
     fields=frozenset({"rotary_percent"}),
     rows=partial(rows_named, {}, joined={"qkv_proj": "q_proj", "gate_up_proj": "gate_proj"}),
 )
@@ -145,7 +143,7 @@ GEMMA2 = _Gemma(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     traits=_GEMMA_TRAITS,
-    slides=lambda config: True,
+    slides_from=0,
     full_every=2,
     fields=_OF_GEMMA,
     switches=ATTENTION_BIAS,
@@ -156,7 +154,7 @@ GEMMA3 = _Gemma(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     traits=replace(_GEMMA_TRAITS, qk_layernorm=True),
-    slides=lambda config: True,
+    slides_from=0,
     full_every=6,
     fields=_OF_GEMMA | {"rotary_base_local"},
     switches=ATTENTION_BIAS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from patch.errors import ConfigError, shown
@@ -30,7 +29,9 @@ def trained_rows(model: ModelConfig, selection: Selection) -> tuple[WeightRow, .
     if selection == Selection():
         return rows
     found = (
-        row._replace(layers=[layer for layer in row.layers if selection.trains(next(_names(row, layer)))])
+        row._replace(
+            layers=[layer for layer in row.layers if selection.trains(next(row.tensors(layer)).name)]
+        )
         for row in rows
     )
     return tuple(row for row in found if row.layers)
@@ -43,7 +44,9 @@ def check_selection(model: ModelConfig, selection: Selection) -> None:
         ConfigError: a pattern is malformed or matches no weight; no weight trains; or q, k and v, gate and
             up, or the experts of a layer disagree.
     """
-    parameters = [[*_names(row, layer)] for row in weight_rows(model) for layer in row.layers]
+    parameters = [
+        [tensor.name for tensor in row.tensors(layer)] for row in weight_rows(model) for layer in row.layers
+    ]
     for field, pattern in selection._asdict().items():
         try:
             is_there = pattern is None or any(re.search(pattern, name) for own in parameters for name in own)
@@ -69,10 +72,3 @@ def check_selection(model: ModelConfig, selection: Selection) -> None:
                 "together; change the pattern",
                 field=field,
             )
-
-
-def _names(row: WeightRow, layer: int) -> Iterator[str]:
-    """Yield the Hugging Face names of a layer's parameter, of all its experts."""
-    for name in row.hf:
-        for expert in range(row.num_experts):
-            yield name.replace("*", str(layer)).replace("#", str(expert))

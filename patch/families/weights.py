@@ -49,6 +49,7 @@ class Kind(Enum):
     JOINED_GATE_UP = auto()
     """One tensor: all rows of gate, then of up. A TP rank stores its rows of each, as COLUMN_PARALLEL."""
 
+
 OTHER_NAMES = {
     f"{theirs}{kind}": f"decoder.{ours}.{kind}"
     for theirs, ours in (
@@ -107,6 +108,12 @@ class WeightRow(NamedTuple):
     def is_matrix(self) -> bool:
         """Whether the parameter is a matrix, not the vector of a norm or a bias."""
         return all(len(shape) > 1 for shape in self.hf.values())
+
+    def tensors(self, layer: int) -> Iterator[HFTensor]:
+        """Yield the Hugging Face tensors of one layer's parameter, of all its experts."""
+        for expert in range(self.num_experts):
+            for name, shape in self.hf.items():
+                yield HFTensor(name.replace("*", str(layer)).replace("#", str(expert)), shape)
 
     @property
     def num_elements(self) -> int:
