@@ -98,10 +98,11 @@ class DeepSeekExperts(ExpertsFamily):
 
     def computes(self, model: ModelConfig) -> bool:
         """Return whether the class in transformers computes a model with these experts."""
-        with_experts, shared = expert_layers(model), model.moe_shared_expert_intermediate_size
+        with_experts = expert_layers(model) if Family.computes(self, model) else ()
+        shared = model.moe_shared_expert_intermediate_size
         is_sigmoid = self.score == "sigmoid"
         return bool(
-            Family.computes(self, model)
+            with_experts
             and len(with_experts) == model.num_layers - with_experts[0]
             and with_experts[-1] == model.num_layers - 1
             and shared
