@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,17 +60,20 @@ def run_program(
     command: Sequence[str],
     limit_s: float,
     environment: Mapping[str, str] | None = None,
+    started: Callable[[int], None] = lambda session: None,
     **others: Any,
 ) -> Ended:
     """Run a program in its own session; at its end or its time limit, kill all processes of the session.
 
     Args:
         environment: the program's environment, or None for the environment of this process.
+        started: called with the session's id.
         others: arguments of `subprocess.Popen`. Streams that go to a file are missing from the result.
     """
     env = None if environment is None else dict(environment)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(command, text=True, env=env, **streams | others) as process:
+        started(process.pid)
         code = None
         try:
             with suppress(subprocess.TimeoutExpired):

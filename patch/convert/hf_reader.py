@@ -45,13 +45,13 @@ class _Slice(NamedTuple):
             ConversionError: a value is NaN or infinite.
         """
         stacked, part = self.header.stacked, None
-        if stacked is None or stacked.number is None:
+        if stacked is None or stacked.expert is None:
             part = self.tensor[index]
         else:
             rows, *columns = index if isinstance(index, tuple) else (index,)
             start, stop, _ = rows.indices(self.header.shape[0])
             first = stacked.part * self.header.shape[0]
-            part = self.tensor[stacked.number, first + start : first + stop, *columns]
+            part = self.tensor[stacked.expert, first + start : first + stop, *columns]
         assert isinstance(part, torch.Tensor)
         if self.scales is not None:
             parts = index if isinstance(index, tuple) else (index, slice(None))

@@ -109,7 +109,7 @@ class StackedPart(NamedTuple):
 
     name: str
     """Tensor of all experts [experts, rows, columns], or the renamed tensor if it is not an expert's."""
-    number: int | None
+    expert: int | None
     """On the stacked axis; None if only the name differs."""
     part: int
     """Index among concatenated gate and up: 0 or 1."""

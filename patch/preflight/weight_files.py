@@ -150,9 +150,9 @@ class WeightHeaders:
         if header is None:
             return set()
         shape = header.shape
-        if stacked.number is not None:
+        if stacked.expert is not None:
             is_both = stacked.name.endswith("gate_up_proj")
-            rows = shape[1] // (1 + is_both) if len(shape) == 3 and stacked.number < shape[0] else 0
+            rows = shape[1] // (1 + is_both) if len(shape) == 3 and stacked.expert < shape[0] else 0
             shape = (rows, *shape[2:])
         self._headers[tensor.name] = header._replace(shape=shape, stacked=stacked)
         return {stacked.name}

@@ -15,7 +15,7 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 POSITIONAL_ARGUMENTS = 8
 SMALL_LINES = 45
-BUDGET = {"product": 41_600, "tests": 34_950}
+BUDGET = {"product": 40_750, "tests": 34_950}
 """Lines of code, without docstrings, comments and blank lines."""
 SMALL_MODULES_PERCENT, FILES_IN_A_ROOM = 15, 45
 DATA = (".txt", ".yaml", ".jinja")

@@ -27,5 +27,5 @@ class Office(NamedTuple):
 
 @pytest.fixture(scope="module")
 def office(tmp_path_factory: pytest.TempPathFactory) -> Office:
-    space, held_out = prepare(tmp_path_factory.mktemp("office"), num_held_out=16, seed=7, num_train=400)
+    space, held_out = prepare(tmp_path_factory.mktemp("office"), num_held_out=16, num_train=400)
     return Office(space.model, space.train_data, space.valid_data, held_out)
