@@ -19,7 +19,7 @@ from patch.families.config_json import (
     write_rope,
 )
 from patch.families.layers import layers_with_window, skipped_text
-from patch.families.shape import MOST_LAYERS, OWN_FIELDS, TRAIT_FIELDS, ModelConfig, Traits
+from patch.families.shape import LATENT_SIZES, MOST_LAYERS, OWN_FIELDS, TRAIT_FIELDS, ModelConfig, Traits
 from patch.families.weights import WeightRow, dense_rows
 
 _SIZES = {
@@ -127,7 +127,7 @@ class Family:
 
     def computes(self, model: ModelConfig) -> bool:
         """Return whether the class in transformers, given its traits, has these parts and widths."""
-        has_experts, is_latent = "num_experts" in self.sizes, "kv_lora_rank" in self.sizes
+        has_experts, is_latent = "num_experts" in self.sizes, not self.sizes.keys().isdisjoint(LATENT_SIZES)
         return (bool(model.num_experts), model.is_latent) == (has_experts, is_latent)
 
     def _window(self, config: ConfigReader) -> dict[str, Any]:
