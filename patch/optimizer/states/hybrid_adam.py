@@ -156,7 +156,9 @@ class HybridAdam:
         state_bytes = min(host_bytes, offload.host_state_bytes)
         there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
         spare_bytes = max(0, offload.host_bytes - there - state_bytes)
-        updated = state_dtypes(self._config, self.shards[0].param.dtype)
+        updated: dict[str, torch.dtype] = {}
+        for shard in self.shards:
+            updated |= state_dtypes(self._config, shard.param.dtype)
         chunks = HostedChunks(self.shards, updated, size, offload.device, spare_bytes)
         streamed, disk = None, None
         if offload.streamed != 0:
