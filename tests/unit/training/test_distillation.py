@@ -23,6 +23,7 @@ from training_runs import CPU, Records, transformers_steps
 from transformers import AutoModelForCausalLM
 
 from patch import compat
+from patch.checks.needs import needs_are_met
 from patch.config.schema import RunConfig
 from patch.data import load_sft, load_tokenizer
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
@@ -234,9 +235,9 @@ def test_stores_of_other_rows_and_vocabularies_are_refused(folder: Path, found: 
         with pytest.raises(ConfigError, match=f"written by {folder}/teacher") as error:
             teacher_is_of_this_run(config_of(folder, "dp", **changes), here)
         assert error.value.field == next(iter(changes))
-    for changes in ({"distill_from": None}, {"distill_from": str(folder)}):
+    for rule, store in ((needs_are_met, None), (teacher_is_of_this_run, str(folder))):
         with pytest.raises(ConfigError):
-            teacher_is_of_this_run(config_of(folder, "dp", **changes), here)
+            rule(config_of(folder, "dp", distill_from=store), here)
     rows, packing, tokenizer, damage, resumed = found["refused"]
     assert "not sample" in rows and "not sample" in packing
     assert "other tokens or ids" in tokenizer and "is damaged" in damage
